@@ -1,0 +1,157 @@
+"""Checkpoints of the state after whole epochs. Noise and prompts are functions of (seed, epoch), so this is all of it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .core.errors import InputError
+from .core.tree import Plan
+
+VERSION = 1
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters by name, without the prefixes that wrappers add."""
+    named = {name.removeprefix("module."): p for name, p in module.named_parameters() if p.requires_grad}
+    if not named:
+        raise ValueError("the model has no trainable parameter")
+    return named
+
+
+class Ema:
+    """An exponential moving average of the trained weights."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, every: int = 1) -> None:
+        self.parameters, self.decay, self.every, self.steps = parameters, decay, every, 0
+        self.average = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        if self.decay and self.steps % self.every == 0:
+            averages, live = list(self.average.values()), [self.parameters[name].detach() for name in self.average]
+            torch._foreach_lerp_(averages, live, 1 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights (its own where there is no average)."""
+        if not self.decay:
+            yield
+            return
+        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        _copy_into(self.parameters, self.average)
+        try:
+            yield
+        finally:
+            _copy_into(self.parameters, own)
+
+
+@dataclass
+class State:
+    """What changes while training."""
+
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+    epoch: int = 0  # whole epochs behind it
+    forwards: int = 0
+    forward_backwards: int = 0
+
+    def advance(self, plan: Plan, prompts: int) -> None:
+        """One more epoch of `prompts` prompts, over all ranks, is behind it."""
+        self.epoch += 1
+        self.forwards += plan.forwards * prompts
+        self.forward_backwards += len(plan.trained_parents) * prompts
+
+    def save(self, folder: Path, keep: int) -> Path:
+        """Write aside, rename into place, then drop all but the newest `keep`."""
+        target = folder / f"epoch_{self.epoch:06d}"
+        aside = folder / f".{target.name}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file({n: p.detach().cpu().contiguous() for n, p in self.parameters.items()}, aside / "weights.safetensors")
+        if self.ema.decay:
+            save_file({n: p.cpu().contiguous() for n, p in self.ema.average.items()}, aside / "ema.safetensors")
+        torch.save(self.optimizer.state_dict(), aside / "optimizer.pt")
+        head = {"version": VERSION, "epoch": self.epoch, "ema_steps": self.ema.steps}
+        head |= {"forwards": self.forwards, "forward_backwards": self.forward_backwards}
+        (aside / "state.json").write_text(json.dumps(head))
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+        return target
+
+    def load(self, path: Path) -> None:
+        head = _head(path)
+        load_weights(self.parameters, path / "weights.safetensors")
+        if self.ema.decay:
+            self.ema.average = {
+                n: t.to(self.parameters[n].device) for n, t in _tensors(path / "ema.safetensors").items()
+            }
+        self.optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu"))
+        self.epoch, self.ema.steps = head["epoch"], head["ema_steps"]
+        self.forwards, self.forward_backwards = head["forwards"], head["forward_backwards"]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("epoch_*") if (path / "state.json").is_file())
+
+
+def latest(run: Path) -> Path:
+    """The newest checkpoint of a run folder."""
+    if not (run / "config.yaml").is_file():
+        raise InputError("run", run, "is not a run folder (it has no config.yaml)")
+    found = checkpoints(run / "checkpoints")
+    if not found:
+        raise InputError("run", run, "has no checkpoint yet")
+    return found[-1]
+
+
+def weights_of(path: Path) -> Path:
+    """The weights to look at in a checkpoint: the average where there is one."""
+    average = path / "ema.safetensors"
+    return average if average.is_file() else path / "weights.safetensors"
+
+
+def load_weights(parameters: dict[str, nn.Parameter], path: Path) -> None:
+    """Put saved weights into a model; names and shapes must be exactly the model's."""
+    tensors = _tensors(path)
+    wrong = {n for n, t in tensors.items() if n not in parameters or parameters[n].shape != t.shape}
+    wrong |= parameters.keys() - tensors.keys()
+    if wrong:
+        raise InputError("checkpoint", path, f"does not fit the model ({len(wrong)} tensors, such as {min(wrong)})")
+    _copy_into(parameters, tensors)
+
+
+def _head(path: Path) -> dict[str, int]:
+    try:
+        head = json.loads((path / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError("checkpoint", path, f"cannot be read ({error})") from None
+    if head.get("version") != VERSION:
+        raise InputError("checkpoint", path, f"has version {head.get('version')}", str(VERSION))
+    return head
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError("checkpoint", path, f"cannot be read ({error})") from None
+
+
+@torch.no_grad()
+def _copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])

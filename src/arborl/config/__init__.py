@@ -1,0 +1,216 @@
+"""Configuration: Hydra's compose API over the dataclasses of `schema.py`, with one-line errors."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ..core.errors import InputError
+from .schema import Config, RewardConfig
+
+FOLDER = Path(__file__).parent
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def presets() -> list[str]:
+    """Names that `--config-name` takes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def options(group: str) -> list[str]:
+    """Names that `group=…` takes."""
+    return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    return sorted({path.parent.name for path in FOLDER.glob("*/*.yaml")})
+
+
+def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every (dotted key, field) of the schema; those of a reward appear under `rewards.<name>`."""
+    for item in dataclasses.fields(cls):
+        if item.name == "rewards":
+            yield from knobs(RewardConfig, "rewards.<name>.")
+        elif dataclasses.is_dataclass(item.type):
+            yield from knobs(cast(type, item.type), f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, item
+
+
+def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
+    """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
+    folder, name, search = _locate(name)
+    for text in overrides:
+        _check_override(text)
+    # A reward's name is the user's own, which Hydra's grammar for typed nodes cannot add: those come after composing.
+    later = [text for text in overrides if text.lstrip("+~").startswith("rewards.")]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        try:
+            composed = compose(config_name=name, overrides=[*search, *(o for o in overrides if o not in later)])
+            for text in later:
+                _apply(composed, text)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _one_line(error, overrides) from None
+    return _as_object(composed)
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration a run was started with, from its folder, with overrides on top."""
+    try:
+        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        for text in overrides:
+            key = _check_override(text).key_or_group
+            if key in groups():
+                raise InputError(key, text.split("=", 1)[-1], "a run keeps its groups", "overrides of single keys")
+            _apply(merged, text)
+    except OmegaConfBaseException as error:
+        raise _one_line(error, overrides) from None
+    return _as_object(merged)
+
+
+def save_config(config: Config, path: Path) -> None:
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def _locate(name: str) -> tuple[Path, str, list[str]]:
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise InputError("--config-name", name, "there is no such file")
+        return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
+    if name not in presets():
+        raise InputError("--config-name", name, f"no such preset{_nearest(name, presets())}", ", ".join(presets()))
+    return FOLDER, name, []
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        raise InputError("override", text, "cannot be read", "key=value") from None
+
+
+def _apply(config: DictConfig, text: str) -> None:
+    """One override of a single key, put into a composed configuration."""
+    override = _parse(text)
+    parts = override.key_or_group.split(".")
+    with open_dict(config):
+        if override.is_delete():
+            if parts[-1] not in config.rewards:
+                raise InputError(
+                    override.key_or_group,
+                    None,
+                    "there is no such reward",
+                    ", ".join(map(str, config.rewards)),
+                )
+            del config.rewards[parts[-1]]
+            return
+        if parts[0] == "rewards" and parts[1] not in config.rewards:
+            config.rewards[parts[1]] = RewardConfig()
+        OmegaConf.update(config, override.key_or_group, override.value())
+
+
+def _check_override(text: str) -> Override:
+    """The parsed override, or an error that names the nearest valid key."""
+    if "=" not in text and not text.startswith("~"):
+        raise InputError("argument", text, "is not an override", "key=value or group=option")
+    override = _parse(text)
+    key = override.key_or_group
+    value = text.split("=", 1)[-1]
+    if key in groups() and "." not in key and not override.is_delete():
+        if value not in options(key):
+            raise InputError(key, value, f"no such option{_nearest(value, options(key))}", ", ".join(options(key)))
+        return override
+    if re.fullmatch(r"rewards\.[^.]+", key) and override.is_delete():
+        return override
+    known = [name for name, _ in knobs()]
+    generic = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+    if generic not in known:
+        inside = [name for name in known if name.startswith(key + ".")]
+        if inside:
+            raise InputError(key, value, "is a section, not a value", ", ".join(inside))
+        raise InputError(key, value, f"unknown key{_nearest(generic, [*known, *groups()])}")
+    return override
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not close:
+        last = name.rsplit(".", 1)[-1]
+        close = [key for key in known if key.rsplit(".", 1)[-1] == last][:1]
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
+    """Hydra's and OmegaConf's reports run over several lines; keep the reason and the key."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(error, MissingConfigException):
+        return InputError("config", error.missing_cfg_file, "is named in the defaults list but does not exist")
+    text = str(cause)
+    key = getattr(cause, "full_key", None) or (re.search(r"full_key: (\S+)", text) or [None, ""])[1] or "config"
+    reason = text.splitlines()[0]
+    value = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith(f"{key}=")), None)
+    kind = {name: item.type for name, item in knobs()}.get(str(key))
+    allowed = {int: "a whole number", float: "a number", bool: "true or false"}.get(cast(Any, kind))
+    return InputError(str(key), value, reason[:1].lower() + reason[1:], allowed)
+
+
+def _as_object(composed: DictConfig) -> Config:
+    for name, reward in composed.rewards.items():
+        if OmegaConf.is_missing(reward, "fn"):
+            raise InputError(
+                f"rewards.{name}.fn",
+                None,
+                "is not set",
+                "a built-in reward's name, or package.module:function",
+            )
+    try:
+        config = cast(Config, OmegaConf.to_object(composed))
+    except OmegaConfBaseException as error:
+        raise _one_line(error, ()) from None
+    _check_bounds(config)
+    # The name becomes a folder: one plain component, so that it cannot leave the runs folder.
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", config.run_name):
+        allowed = "up to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+        raise InputError("run_name", config.run_name, "cannot be a folder's name", allowed)
+    return config
+
+
+def _check_bounds(section: Any, prefix: str = "") -> None:
+    for item in dataclasses.fields(section):
+        value, key, meta = getattr(section, item.name), prefix + item.name, item.metadata
+        if dataclasses.is_dataclass(value):
+            _check_bounds(value, key + ".")
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                _check_bounds(entry, f"{key}.{name}.")
+        elif meta.get("choices") and value not in meta["choices"]:
+            near = _nearest(str(value), meta["choices"])
+            raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            low, high, above = meta.get("low"), meta.get("high"), meta.get("above")
+            bounds = [
+                f"above {above}" if above is not None else "",
+                f"{low} or more" if low is not None else "",
+            ]
+            bounds.append(f"at most {high}" if high is not None else "")
+            # Written so that nan, which compares false with everything, fails too.
+            fits = abs(value) < float("inf") and not (
+                (low is not None and not value >= low)
+                or (high is not None and not value <= high)
+                or (above is not None and not value > above)
+            )
+            if not fits:
+                raise InputError(key, value, "is out of range", ", ".join(b for b in bounds if b) or "a finite number")

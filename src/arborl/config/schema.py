@@ -1,0 +1,185 @@
+"""Every knob, typed, with a sentence: the one place where a setting is named, defaulted and bounded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING = "???"
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A dataclass field whose sentence and bounds travel with it. `low` and `high` are allowed, `above` is not."""
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class LoraConfig:
+    rank: int = knob(32, "Rank of the low-rank update.", low=1)
+    alpha: float = knob(64.0, "Scale of the update; the effective scale is alpha / rank.", above=0)
+    targets: list[str] = knob([], "Names of the modules to adapt; empty takes the model family's usual ones.")
+
+
+@dataclass
+class ModelConfig:
+    family: str = knob(
+        "auto",
+        "Which class drives the model: mixture, sd3, package.module:Class of your own, or auto, "
+        "which reads the pipeline's model_index.json.",
+    )
+    path: str = knob("", "Folder of a diffusers pipeline, or a hub id.")
+    train: str = knob("lora", "What is trained: a low-rank adapter, or every weight.", choices=("lora", "full"))
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    dtype: str = knob(
+        "auto",
+        "Precision of frozen weights; auto is bfloat16 on a GPU and float32 on a CPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_sequence_length: int = knob(256, "Text tokens given to T5 (and zero tokens added where there is no T5).", low=1)
+
+
+@dataclass
+class PromptsConfig:
+    path: str = knob(
+        "",
+        "Prompt file: one a line, or JSONL with `prompt` and further columns for rewards. "
+        "Empty takes the model's own list.",
+    )
+
+
+@dataclass
+class SampleConfig:
+    num_prompts: int = knob(4, "Prompts per process and epoch.", low=1)
+    num_trees: int = knob(1, "Trees per prompt, each from its own noise.", low=1)
+    group_size: int = knob(16, "Trajectories per prompt in the flat plan.", low=1)
+    shared_noise: bool = knob(False, "Start a flat group from one noise instead of separate ones.")
+    num_steps: int = knob(10, "Denoising steps while training.", low=1)
+    sigmas: str = knob(
+        "shift",
+        "Noise levels: shift·t/(1+(shift-1)t) on an even grid, or the pipeline scheduler's own.",
+        choices=("shift", "pipeline"),
+    )
+    shift: float = knob(3.0, "The shift of that grid.", above=0)
+    guidance_scale: float = knob(1.0, "Classifier-free guidance; 1 is off.", low=1)
+    resolution: int = knob(512, "Height and width of the pictures, for models that have a choice.", low=8)
+    batch_size: int = knob(16, "Latents per model call while sampling.", low=1)
+    decode_batch_size: int = knob(8, "Pictures decoded and scored at a time.", low=1)
+    pad_batches: bool = knob(False, "Fill every model call up to the same shape (bitwise ratio 1; one compiled graph).")
+    offload: bool = knob(False, "Keep the rollout's latents in host memory between the stages.")
+
+
+@dataclass
+class TreeConfig:
+    plan: str = knob("tree", "Shape of the rollout.", choices=("tree", "flat"))
+    k: int = knob(2, "Children of a node inside the window.", low=1)
+    w: int = knob(4, "Steps in the window.", low=1)
+    s: int = knob(1, "Steps the window moves at a time.", low=0)
+    tou: int = knob(1, "Epochs between two moves of the window.", low=1)
+    max_leaves: int = knob(1024, "Most leaves a prompt may have.", low=1)
+
+
+@dataclass
+class KernelConfig:
+    name: str = knob(
+        "auto",
+        "Transition along a stochastic edge; auto picks flow_sde for flow models.",
+        choices=("auto", "flow_sde", "dance_sde", "cps"),
+    )
+    eta: float = knob(0.7, "Noise level of stochastic steps.", above=0)
+    excess_noise: bool = knob(
+        False,
+        "Flat plan: also add noise where a step adds more than the level it reaches "
+        "(as Flow-GRPO does; noise then survives in the picture).",
+    )
+
+
+@dataclass
+class AdvantageConfig:
+    name: str = knob("tree", "How leaf scores become one number per edge.", choices=("tree", "flat"))
+    backup: str = knob(
+        "softmax",
+        "Weights of sibling edges on the way up: softmax of log-densities, or equal.",
+        choices=("softmax", "mean"),
+    )
+    temperature: float = knob(1.0, "Temperature of that softmax.", above=0)
+    combine: str = knob(
+        "zscore",
+        "Several rewards: weighted z-scores over the prompt's leaves, or weighted raw sum.",
+        choices=("zscore", "sum"),
+    )
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = knob(100, "Epochs: one rollout and its updates each.", low=0)
+    updates: int = knob(1, "Optimizer steps per epoch, over a seeded partition of the parents.", low=1)
+    batch_size: int = knob(8, "Parents per forward + backward.", low=1)
+    learning_rate: float = knob(3e-4, "AdamW's step size.", above=0)
+    weight_decay: float = knob(1e-4, "AdamW's decay.", low=0)
+    beta1: float = knob(0.9, "AdamW's first moment.", low=0, high=1)
+    beta2: float = knob(0.999, "AdamW's second moment.", low=0, high=1)
+    max_grad_norm: float = knob(1.0, "Gradient norm above which gradients are scaled down.", above=0)
+    clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
+    adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
+    kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
+    ema_decay: float = knob(0.0, "Decay of the weight average used for evaluation and export; 0 is off.", low=0, high=1)
+    ema_every: int = knob(1, "Optimizer steps between two updates of that average.", low=1)
+    cfg_grad: str = knob(
+        "both",
+        "With guidance: let gradients through both halves, or (cheaper, approximate) cond only.",
+        choices=("both", "cond"),
+    )
+    mixed_precision: str = knob(
+        "auto",
+        "Arithmetic of model calls; auto is bf16 on a GPU and float32 on a CPU.",
+        choices=("auto", "no", "bf16", "fp16"),
+    )
+    gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+
+
+@dataclass
+class RewardConfig:
+    fn: str = knob(MISSING, "A built-in reward's name, or package.module:function.")
+    weight: float = knob(1.0, "Its weight in the leaf score; 0 only logs it.")
+
+
+@dataclass
+class EvalConfig:
+    every: int = knob(0, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
+    prompts: str = knob("", "Prompt file for evaluation; empty takes the training prompts.")
+    num_prompts: int = knob(64, "Prompts to evaluate on, the first of that file.", low=1)
+    num_steps: int = knob(0, "Denoising steps; 0 takes sample.num_steps.", low=0)
+
+
+@dataclass
+class LogConfig:
+    dir: str = knob("runs", "Folder that holds the run folders.")
+    trackers: list[str] = knob(["auto"], "Trackers besides metrics.jsonl; auto is TensorBoard where it is installed.")
+    save_every: int = knob(10, "Epochs between checkpoints; one is always written at the end.", low=1)
+    keep: int = knob(2, "Checkpoints kept.", low=1)
+    record_every: int = knob(10, "Epochs between recorded and drawn trees; 0 is off.", low=0)
+
+
+@dataclass
+class Config:
+    seed: int = knob(0, "Everything random is a function of it.", low=0)
+    run_name: str = knob("auto", "Name of the run's folder; auto takes the next free number.")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,100 @@
+"""Leaf scores -> one advantage per edge. NaN marks what has no score; it never enters a statistic."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .tree import Plan
+
+STD_FLOOR = 1e-6
+"""A group whose scores spread less than this has nothing to say: its advantages are 0, not noise blown up."""
+
+
+def zscore(scores: Float[Tensor, "*group n"], ddof: int = 0) -> Float[Tensor, "*group n"]:
+    """(r - mean) / std over the last axis in float64, ignoring NaN; 0 for a whole group whose std is below 1e-6."""
+    scores = scores.double()
+    valid = ~scores.isnan()
+    count = valid.sum(-1, keepdim=True)
+    mean = torch.where(valid, scores, 0).sum(-1, keepdim=True) / count.clamp_min(1)
+    centred = torch.where(valid, scores - mean, 0)
+    std = ((centred**2).sum(-1, keepdim=True) / (count - ddof).clamp_min(1)).sqrt()
+    z = torch.where(std < STD_FLOOR, torch.zeros_like(centred), centred / std.clamp_min(STD_FLOOR))
+    return torch.where(valid, z, torch.nan)
+
+
+def combine(
+    scores: Mapping[str, Float[Tensor, "prompts leaves"]], weights: Mapping[str, float], how: str = "zscore"
+) -> Float[Tensor, "prompts leaves"]:
+    """Several rewards as one leaf score: Σ w·z-score over the prompt's leaves, or Σ w·score (`sum`).
+
+    A single reward keeps its own scale. A leaf that any weighted reward could not score has no score.
+    """
+    terms = {name: values.double() for name, values in scores.items() if weights[name] != 0}
+    if not terms:
+        raise ValueError("no reward has a weight other than 0")
+    if how == "zscore" and len(terms) > 1:
+        terms = {name: zscore(values) for name, values in terms.items()}
+    return torch.stack([weights[name] * values for name, values in terms.items()]).sum(0)
+
+
+def backup(
+    plan: Plan,
+    leaf_values: Float[Tensor, "prompts leaves"],
+    logits: Float[Tensor, "prompts edges"] | None = None,
+) -> Float[Tensor, "prompts edges"]:
+    """Carry leaf values to the root: an edge's value is the mean of the edges below it, weighted by softmax(logits).
+
+    Without logits the weights are equal. Edges without a value drop out and the weights of their siblings are
+    renormalised; an edge with no valued leaf below it is NaN.
+    """
+    value = torch.full((len(leaf_values), plan.nodes), torch.nan, dtype=torch.float64)
+    value[:, plan.leaves] = leaf_values.double().cpu()
+    for level in reversed(plan.levels):
+        below = value[:, plan.child[level.edges]]
+        logit = torch.zeros_like(below) if logits is None else logits[:, level.edges].double().cpu()
+        logit = torch.where(below.isnan(), -torch.inf, logit)
+        slot = level.slot.expand_as(below)
+        parents = (len(below), len(level.parents))
+        highest = torch.full(parents, -torch.inf, dtype=torch.float64).scatter_reduce(1, slot, logit, "amax")
+        weight = torch.where(below.isnan(), 0, torch.exp(logit - highest.gather(1, slot)))
+        total = torch.zeros(parents, dtype=torch.float64)
+        mass = total.scatter_add(1, slot, weight)
+        value[:, level.parents] = total.scatter_add(1, slot, weight * below.nan_to_num()) / mass
+    return value[:, plan.child]
+
+
+def tree(
+    plan: Plan,
+    scores: Float[Tensor, "prompts leaves"],
+    log_density: Float[Tensor, "prompts edges"],
+    *,
+    temperature: float = 1.0,
+    weights: str = "softmax",
+) -> Float[Tensor, "prompts edges"]:
+    """TreeGRPO: z-score over all leaves of the prompt, carried up by softmax(log π_old / temperature) or evenly."""
+    return backup(plan, zscore(scores), log_density / temperature if weights == "softmax" else None)
+
+
+def flat(
+    plan: Plan, scores: Float[Tensor, "prompts leaves"], log_density: Float[Tensor, "prompts edges"]
+) -> Float[Tensor, "prompts edges"]:
+    """GRPO: the leaf's z-score on every edge of its path (where paths are shared, the mean of theirs)."""
+    return backup(plan, zscore(scores))
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {"tree": tree, "flat": flat}
+"""An advantage is a function (plan, scores, log_density, its own knobs) and a line here."""
+
+
+def advantages(
+    name: str,
+    plan: Plan,
+    scores: Float[Tensor, "prompts leaves"],
+    log_density: Float[Tensor, "prompts edges"],
+    clip: float,
+    **knobs: object,
+) -> Float[Tensor, "prompts edges"]:
+    """The named advantage, clamped to ±clip; NaN on edges without a scored leaf below them."""
+    return ADVANTAGES[name](plan, scores, log_density, **knobs).clamp(-clip, clip)

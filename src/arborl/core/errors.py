@@ -1,0 +1,7 @@
+class InputError(ValueError):
+    """A value the user gave that cannot work. Its text is one line: the key, the value, why, what is allowed."""
+
+    def __init__(self, key: str, value: object, problem: str, allowed: str | None = None) -> None:
+        shown = key if value is None else f"{key}={value}"
+        super().__init__(f"{shown}: {problem}" + (f"; allowed: {allowed}" if allowed else ""))
+        self.key = key

@@ -1,0 +1,114 @@
+"""Transitions along an edge. A kernel is three numbers a step: mean = a·x + b·v and standard deviation s.
+
+Every published flow sampler is linear in the state x and the predicted velocity v, so a kernel maps noise levels to
+(a, b, s) in float64 and never touches a latent. Sampling, log-density and KL are written once, for the Gaussian.
+σ is the level the edge leaves, σ' the one it reaches, d = σ' - σ < 0. η = 0 makes every kernel the ODE.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .schedule import Schedule
+
+
+class Coefficients(NamedTuple):
+    a: Float[Tensor, " n"]
+    b: Float[Tensor, " n"]
+    std: Float[Tensor, " n"]
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Coefficients]
+"""(sigma, sigma_next, eta, kappa), one value an edge -> the edge's coefficients."""
+
+
+def ode(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
+    """Euler's step, x + d·v; the noise level is not used."""
+    return Coefficients(torch.ones_like(sigma), sigma_next - sigma, torch.zeros_like(sigma))
+
+
+def _reverse_sde(sigma: Tensor, sigma_next: Tensor, g: Tensor, kappa: Tensor) -> Coefficients:
+    """Euler-Maruyama of the reverse SDE with diffusion g: x + d·v - ½g²·score·d, score = -(x + (1-σ)v)/σ."""
+    d = sigma_next - sigma
+    pull = g**2 * d / (2 * sigma)
+    return Coefficients(1 + pull, d + pull * (1 - sigma), kappa * g * torch.sqrt(-d))
+
+
+def flow_sde(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
+    """Flow-GRPO (arXiv 2505.05470): g = η√(σ/(1-σ)); at σ = 1 the 1-σ is taken from the next level."""
+    below_one = torch.where(sigma < 1, sigma, sigma_next)
+    return _reverse_sde(sigma, sigma_next, eta * torch.sqrt(sigma / (1 - below_one)), kappa)
+
+
+def dance_sde(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
+    """DanceGRPO (arXiv 2505.07818): the same SDE with g = η at every level."""
+    return _reverse_sde(sigma, sigma_next, eta, kappa)
+
+
+def cps(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
+    """Coefficients-preserving sampling (arXiv 2509.05952): (1-σ')x̂0 + √(σ'²-s²)x̂1, s = σ' sin(ηπ/2).
+
+    The noise level is kept exactly, the marginals are not: a shifted distribution at many steps.
+    """
+    std = sigma_next * torch.sin(eta * (math.pi / 2))
+    keep = torch.sqrt((sigma_next**2 - std**2).clamp_min(0))
+    return Coefficients((1 - sigma_next) + keep, keep * (1 - sigma) - sigma * (1 - sigma_next), std)
+
+
+KERNELS: dict[str, Kernel] = {"ode": ode, "flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps}
+
+TAKES_KAPPA = {"flow_sde", "dance_sde"}
+"""Kernels whose noise may be scaled by κ while the drift keeps η."""
+
+
+def transition_std(schedule: Schedule, kernel: str, eta: float) -> Float[Tensor, " steps"]:
+    """The noise each step would add were it stochastic."""
+    ones = torch.ones_like(schedule.sigma)
+    return KERNELS[kernel](schedule.sigma, schedule.sigma_next, eta * ones, ones).std
+
+
+def sde_able(schedule: Schedule, kernel: str, eta: float, excess: bool = False) -> Bool[Tensor, " steps"]:
+    """Steps that may be stochastic: they add noise, and no more of it than the level they reach (s ≤ σ').
+
+    Otherwise noise survives into the picture. `excess` drops that bound for methods that break it on purpose;
+    the step into σ' = 0 stays deterministic either way, because nothing after it could remove the noise.
+    """
+    std = transition_std(schedule, kernel, eta)
+    return (std > 0) & (schedule.sigma_next > 0) & ((std <= schedule.sigma_next) | excess)
+
+
+class Gaussian(NamedTuple):
+    """A transition: an isotropic Gaussian per sample. `std` 0 is a deterministic edge, which has no density."""
+
+    mean: Float[Tensor, "n *latent"]
+    std: Float[Tensor, " n"]
+
+    def sample(self, noise: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        return self.mean + _per_sample(self.std, noise) * noise
+
+    def log_density(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
+        """Mean (not sum) over the latent's elements, so clip ranges do not depend on resolution. 0 where std is 0."""
+        std = torch.where(self.std > 0, self.std, torch.ones_like(self.std))
+        z = (x - self.mean) / _per_sample(std, x)
+        value = -0.5 * (z**2).flatten(1).mean(1) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+        return torch.where(self.std > 0, value, torch.zeros_like(value))
+
+    def kl(self, other: "Gaussian") -> Float[Tensor, " n"]:
+        """KL to a Gaussian of the same std, mean over elements: (μ-μ')²/(2s²), s with its √Δ. 0 where std is 0."""
+        std = torch.where(self.std > 0, self.std, torch.ones_like(self.std))
+        value = ((self.mean - other.mean) ** 2).flatten(1).mean(1) / (2 * std**2)
+        return torch.where(self.std > 0, value, torch.zeros_like(value))
+
+
+def transition(x: Float[Tensor, "n *latent"], v: Float[Tensor, "n *latent"], coefficients: Coefficients) -> Gaussian:
+    """The Gaussian of each edge, in the state's own precision (float32)."""
+    a, b, std = (c.to(x) for c in coefficients)
+    return Gaussian(_per_sample(a, x) * x + _per_sample(b, x) * v, std)
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.ndim - 1))

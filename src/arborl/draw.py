@@ -1,0 +1,173 @@
+"""Trees and picture sheets, for people: text in the terminal, PNG in the run folder."""
+
+import textwrap
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from .core.tree import Plan
+from .record import RecordedTree
+
+
+def profile(plan: Plan) -> str:
+    """A tree in one line: nodes per depth, joined by < where it branches, ~ where it is noisy, - where it is ODE."""
+    widths = torch.bincount(plan.depth).tolist()
+    text = str(widths[0])
+    for level, width in zip(plan.levels, widths[1:], strict=True):
+        noisy, branching = bool(plan.stochastic[level.edges].any()), len(level.slot) > len(level.parents)
+        text += f" {'<' if branching else '~' if noisy else '-'} {width}"
+    return text
+
+
+def sketch(plan: Plan) -> list[str]:
+    """The first tree as box drawing, root at the left, a row for each leaf; double lines are stochastic edges."""
+    order = leaf_order(plan)
+    members = [n for n in range(plan.nodes) if plan.tree[n] == 0]
+    rows = sorted((n for n in plan.leaves.tolist() if plan.tree[n] == 0), key=lambda n: order[n])
+    row_of = {leaf: i for i, leaf in enumerate(rows)}
+    children: dict[int, list[int]] = {}
+    for edge, parent in enumerate(plan.parent.tolist()):
+        children.setdefault(parent, []).append(plan.roots + edge)
+    for node in reversed(members):
+        if node in children:
+            spots = [row_of[c] for c in children[node]]
+            row_of[node] = (spots[0] + spots[-1]) // 2
+    canvas = [[" "] * (int(plan.depth.max()) * 3 + 1) for _ in rows]
+    for parent in members:
+        for position, child in enumerate(below := children.get(parent, [])):
+            column = int(plan.depth[parent]) * 3
+            line = "═" if plan.stochastic[child - plan.roots] else "─"
+            canvas[row_of[child]][column + 1 : column + 3] = line * 2
+            if len(below) > 1:
+                top, bottom = row_of[below[0]], row_of[below[-1]]
+                for row in range(top, bottom + 1):
+                    canvas[row][column] = canvas[row][column] if canvas[row][column] != " " else "│"
+                canvas[row_of[child]][column] = "┌" if position == 0 else "└" if child == below[-1] else "├"
+    for node in members:
+        if len(children.get(node, [])) != 1 or node < plan.roots:
+            mark = canvas[row_of[node]][int(plan.depth[node]) * 3]
+            canvas[row_of[node]][int(plan.depth[node]) * 3] = {" ": "●", "│": "┤", "┌": "┬", "└": "┴"}.get(mark, "●")
+        else:
+            spot = canvas[row_of[node]]
+            spot[int(plan.depth[node]) * 3] = spot[int(plan.depth[node]) * 3 + 1]
+    return ["".join(row).rstrip() for row in canvas]
+
+
+def leaf_order(plan: Plan) -> list[float]:
+    """Each node's place from top to bottom: leaves in the order of a depth-first walk, parents midway over their children."""
+    paths: list[tuple[int, ...]] = [(root,) for root in range(plan.roots)]
+    for edge, parent in enumerate(plan.parent.tolist()):
+        paths.append((*paths[parent], plan.roots + edge))
+    place = [0.0] * plan.nodes
+    for position, leaf in enumerate(sorted(plan.leaves.tolist(), key=lambda n: paths[n])):
+        place[leaf] = float(position)
+    below: dict[int, list[float]] = {}
+    for edge in reversed(range(plan.edges)):
+        child, parent = plan.roots + edge, int(plan.parent[edge])
+        if child in below:
+            place[child] = (min(below[child]) + max(below[child])) / 2
+        below.setdefault(parent, []).append(place[child])
+    for root in range(plan.roots):
+        if root in below:
+            place[root] = (min(below[root]) + max(below[root])) / 2
+    return place
+
+
+def draw_tree(tree: RecordedTree, path: Path) -> None:
+    """A recorded tree as a PNG: pictures at the root, the splits and the leaves; edges coloured by advantage."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+
+    plan = tree.plan
+    place, depth = leaf_order(plan), plan.depth.tolist()
+    leaves, steps = plan.leaves.tolist(), int(plan.depth.max())
+    width, height = 2.0 + 1.15 * steps, 1.4 + max(0.62 * len(leaves), 2.2)
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    known = tree.advantage[~tree.advantage.isnan()].abs()
+    limit = max(float(known.max()) if len(known) else 0.0, 1e-6)
+    colours, norm = colormaps["RdBu"], Normalize(-limit, limit)
+
+    stochastic_levels = [d for d, level in enumerate(plan.levels) if plan.stochastic[level.edges].any()]
+    if stochastic_levels and stochastic_levels[-1] - stochastic_levels[0] + 1 == len(stochastic_levels):
+        axes.axvspan(stochastic_levels[0], stochastic_levels[-1] + 1, color="#f3efe4", zorder=0, lw=0)
+        middle = (stochastic_levels[0] + stochastic_levels[-1] + 1) / 2
+        axes.text(middle, -0.95, "stochastic window", ha="center", va="center", fontsize=8, color="#8a7f63")
+    lines, line_colours, widths = [], [], []
+    for edge, parent in enumerate(plan.parent.tolist()):
+        child = plan.roots + edge
+        lines.append([(depth[parent], place[parent]), (depth[child], place[child])])
+        value = float(tree.advantage[edge])
+        line_colours.append("#bbbbbb" if value != value else colours(norm(value)))
+        widths.append(3.2 if tree.kept[edge] else 1.2)
+    axes.add_collection(LineCollection(lines, colors=line_colours, linewidths=widths, zorder=2, capstyle="round"))
+    _label_advantages(axes, tree, place, depth)
+
+    children = torch.bincount(plan.parent, minlength=plan.nodes).tolist()
+    size = tree.pictures.shape[-1]
+    for node in range(plan.nodes):
+        if node < plan.roots or children[node] != 1:
+            picture = OffsetImage(tree.pictures[node].permute(1, 2, 0).numpy(), zoom=32 / size)
+            frame = {"edgecolor": "#444444", "linewidth": 0.6}
+            axes.add_artist(AnnotationBbox(picture, (depth[node], place[node]), bboxprops=frame, pad=0.1))
+    total = tree.scores["total"]
+    for index, leaf in enumerate(leaves):
+        score = float(total[index])
+        text = "no score" if score != score else f"{score:.3f}"
+        axes.text(depth[leaf] + 0.42, place[leaf], text, va="center", ha="left", fontsize=8)
+
+    axes.set_xlim(-0.5, steps + 1.1)
+    axes.set_ylim(len(leaves) - 0.4, -1.3)
+    axes.set_xticks(range(steps + 1), [f"{s:.2f}" for s in [*_level_sigmas(plan), 0.0]], fontsize=8)
+    axes.set_xlabel("noise level σ", fontsize=9)
+    axes.set_yticks([])
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    title = textwrap.shorten(f"“{tree.prompt}”", 90, placeholder="…”")
+    axes.set_title(f"{title}   epoch {tree.epoch}   blue: better than its siblings' average, red: worse", fontsize=9)
+    aside = path.with_suffix(".tmp.png")
+    figure.savefig(aside, facecolor="white")
+    aside.replace(path)
+
+
+def _label_advantages(axes, tree: RecordedTree, place: list[float], depth: list[int]) -> None:
+    """The number on each trained edge, where there is room for it."""
+    if int(tree.kept.sum()) > 64:
+        return
+    for edge in tree.kept.nonzero().squeeze(1).tolist():
+        parent, child = int(tree.plan.parent[edge]), tree.plan.roots + edge
+        x, y = depth[parent] + 0.62, place[parent] + 0.62 * (place[child] - place[parent])
+        box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+        text = f"{float(tree.advantage[edge]):+.2f}"
+        axes.text(x, y, text, fontsize=6.5, ha="center", va="center", bbox=box, zorder=4)
+
+
+def _level_sigmas(plan: Plan) -> list[float]:
+    return [float(plan.schedule.sigma[plan.step[level.edges][0]]) for level in plan.levels]
+
+
+def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8, cell: int = 128) -> None:
+    """Pictures (uint8, n×3×H×W) in a grid, each with its caption below, as a PNG."""
+    columns = max(1, min(columns, len(pictures)))
+    rows = -(-len(pictures) // columns)
+    margin, caption = 6, 30
+    canvas = Image.new("RGB", (columns * (cell + margin) + margin, rows * (cell + caption + margin) + margin), "white")
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(11)
+    for i, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
+        x, y = margin + i % columns * (cell + margin), margin + i // columns * (cell + caption + margin)
+        image = Image.fromarray(picture.permute(1, 2, 0).numpy())
+        canvas.paste(
+            image.resize((cell, cell), Image.Resampling.NEAREST if image.width < cell else Image.Resampling.LANCZOS),
+            (x, y),
+        )
+        for line, part in enumerate(textwrap.wrap(text, 21, max_lines=2, placeholder="…")):
+            draw.text((x, y + cell + 2 + 13 * line), part, fill="black", font=font)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.save(path)

@@ -1,0 +1,110 @@
+"""Decoding and scoring in bounded memory, and evaluation: ODE pictures of fixed seeds, mean ± standard error."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
+
+from .batches import batches
+from .config.schema import Config
+from .core.noise import fold
+from .core.tree import deterministic
+from .models.base import Model
+from .prompts import Prompts
+from .record import as_bytes
+from .rewards.base import Rewards, Scores
+from .rollout import rollout
+
+EVALUATION = 2**32
+"""Folded into the seed in place of an epoch, so that evaluation noise is never training noise."""
+
+
+@torch.no_grad()
+def decode_and_score(
+    model: Model,
+    rewards: Rewards,
+    leaves: Float[Tensor, "prompts leaves *latent"],
+    prompts: Prompts,
+    batch_size: int,
+    keep_pictures: int = 0,
+) -> tuple[Scores, Tensor]:
+    """Scores of all leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back (uint8)."""
+    count = leaves.shape[1]
+    flat, captions = leaves.flatten(0, 1), prompts.repeat(count)
+    parts: dict[str, list[Tensor]] = {}
+    pictures: list[Tensor] = []
+    for batch in batches(len(flat), batch_size):
+        index = batch.index.tolist()
+        images = model.decode(flat[batch.index].to(model.device))
+        some = captions.take(index)
+        for name, values in rewards(images, some.texts, some.columns).items():
+            parts.setdefault(name, []).append(values)
+        if index[0] < keep_pictures:
+            pictures.append(as_bytes(images)[: keep_pictures - index[0]])
+    scores = rewards.combine({name: torch.cat(values).view(-1, count) for name, values in parts.items()})
+    return scores, torch.cat(pictures) if pictures else torch.empty(0, 3, 1, 1, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean and standard error per reward over the prompts that got a score, and the first pictures."""
+
+    mean: dict[str, float]
+    stderr: dict[str, float]
+    prompts: int
+    failed: int
+    pictures: Tensor  # uint8, n×3×H×W
+    captions: list[str]
+    scores: list[float]  # of those pictures, by the first reward
+
+    def metrics(self) -> dict[str, float]:
+        return {f"eval/{name}": value for name, value in self.mean.items()} | {
+            f"eval/{name}_stderr": value for name, value in self.stderr.items()
+        }
+
+
+def evaluate(
+    model: Model,
+    rewards: Rewards,
+    prompts: Prompts,
+    config: Config,
+    accelerator: Accelerator | None = None,
+    keep_pictures: int = 16,
+) -> Evaluation:
+    """One deterministic picture a prompt, from noise that depends on (seed, prompt) alone; prompts shared by the ranks."""
+    rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    total = min(config.eval.num_prompts, len(prompts)) if config.eval.prompts else config.eval.num_prompts
+    share = math.ceil(total / ranks)
+    ids = torch.arange(rank * share, rank * share + share)
+    chosen = prompts.take([int(i) % len(prompts) for i in ids])
+    plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
+    cond, key = model.encode(chosen.texts), fold(config.seed, EVALUATION)
+    record = rollout(model, plan, cond, key, ids, config.sample)
+    scores, pictures = decode_and_score(
+        model, rewards, record.leaves, chosen, config.sample.decode_batch_size, keep_pictures
+    )
+    own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in scores.parts.items()}
+    shown, first = min(len(pictures), total), next(iter(rewards.functions))
+    parts = {name: gather(values, accelerator)[:total] for name, values in own.items()}
+    valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
+    return Evaluation(
+        mean={name: float(v.mean()) for name, v in valid.items()},
+        stderr={n: float(v.std() / math.sqrt(len(v))) if len(v) > 1 else math.nan for n, v in valid.items()},
+        prompts=total,
+        failed=total - len(valid[first]),
+        pictures=pictures[:shown],
+        captions=chosen.texts[:shown],
+        scores=own[first][:shown].tolist(),
+    )
+
+
+def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
+    """A small host tensor of every rank, one after the other, on every rank."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return values
+    gathered = accelerator.gather(values.to(accelerator.device))
+    assert isinstance(gathered, Tensor)
+    return gathered.cpu()

@@ -1,0 +1,181 @@
+"""A run's folder: configuration, metrics, pictures, trees and checkpoints; and what the terminal shows meanwhile."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import is_tensorboard_available
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .config import save_config
+from .config.schema import Config
+from .core.errors import InputError
+
+STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evaluate", "checkpoint")
+
+
+class Run:
+    """Where a run writes. On ranks other than the first nothing is written or shown."""
+
+    def __init__(self, folder: Path, config: Config, accelerator: Accelerator, epoch: int = 0) -> None:
+        self.folder, self.config, self.accelerator = folder, config, accelerator
+        self.main = accelerator.is_main_process
+        self.seconds: dict[str, float] = {}  # of this epoch, by stage
+        self.total_seconds: dict[str, float] = {}
+        self.console = Console(stderr=True, quiet=not self.main, highlight=False)
+        if self.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, folder / "config.yaml")
+            self._drop_metrics_from(epoch)
+        accelerator.init_trackers("tensorboard", config=None)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; on a GPU until its work is done, so that the split is true."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.synchronize()
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            self.total_seconds[name] = self.total_seconds.get(name, 0.0) + spent
+
+    def log(self, epoch: int, metrics: dict[str, float]) -> dict[str, float]:
+        """One line of metrics.jsonl and one point in every tracker; the epoch's times are added and begun anew."""
+        metrics = {"epoch": epoch, **metrics, "step_time": sum(self.seconds.values())}
+        metrics |= {f"time/{name}": spent for name, spent in self.seconds.items()}
+        self.seconds = {}
+        if self.main:
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(metrics)) + "\n")
+        self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
+        return metrics
+
+    def close(self) -> None:
+        self.accelerator.end_training()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        self.console.print(f"[yellow]warning:[/yellow] {text}")
+
+    def _drop_metrics_from(self, epoch: int) -> None:
+        """A resumed run repeats the epochs after its checkpoint; what was logged of them goes, so none is there twice."""
+        path = self.folder / "metrics.jsonl"
+        if path.is_file():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["epoch"] < epoch]
+            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN: a number that is none is null."""
+    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+
+
+def new_folder(config: Config) -> Path:
+    """`<log.dir>/<run_name>`, which must be new: a run is never overwritten. `auto` takes the next free number."""
+    base = Path(config.log.dir)
+    if config.run_name == "auto":
+        number = 1
+        while (base / f"{config.tree.plan}-{number}").exists():
+            number += 1
+        config.run_name = f"{config.tree.plan}-{number}"
+    folder = base / config.run_name
+    if (folder / "config.yaml").exists():
+        raise InputError("run_name", config.run_name, f"{folder} exists", f"another name, or --resume {folder}")
+    return folder
+
+
+def trackers(config: Config) -> list[str]:
+    """The trackers to start; a named one that is not installed is an error, `auto` takes what is there."""
+    if config.log.trackers == ["auto"]:
+        return ["tensorboard"] if is_tensorboard_available() else []
+    if "tensorboard" in config.log.trackers and not is_tensorboard_available():
+        raise InputError("log.trackers", "tensorboard", "is not installed", "pip install 'arborl[tensorboard]', or []")
+    return list(config.log.trackers)
+
+
+class Bar:
+    """Epochs done, reward, seconds by stage and time left: a bar on a terminal, now and then a line elsewhere."""
+
+    def __init__(self, run: Run, start: int, total: int) -> None:
+        self.run, self.last_line = run, 0.0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(
+            *columns,
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=run.console,
+            disable=not (run.main and run.console.is_terminal),
+        )
+        self.task = self.progress.add_task("epoch", total=total, completed=start, text="")
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def advance(self, metrics: dict[str, float]) -> None:
+        split = " ".join(
+            f"{name} {metrics[f'time/{name}']:.1f}s" for name in STAGES if metrics.get(f"time/{name}", 0) >= 0.05
+        )
+        text = f"reward {metrics['reward']:.4f} ± {metrics['reward_std']:.4f}"
+        self.progress.update(self.task, advance=1, text=f"{text} {split}")
+        if self.progress.disable and (time.monotonic() - self.last_line > 10 or self.progress.finished):
+            task = self.progress.tasks[self.task]
+            eta = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
+            self.run.say(f"epoch {int(task.completed)}/{int(task.total or 0)}: {text}{eta} ({split})")
+            self.last_line = time.monotonic()
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM: at once where nothing is half done, after the update where something would be.
+
+    Both arrive as KeyboardInterrupt; a second one is never held back.
+    """
+
+    def __init__(self) -> None:
+        self.holding = self.waiting = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.holding and not self.waiting:
+            self.waiting = True
+            print("\nfinishing this epoch's update before leaving; interrupt again to leave at once", file=sys.stderr)
+            return
+        self.waiting = False
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the first interrupt waits for the end of the block."""
+        self.holding = True
+        try:
+            yield
+        finally:
+            self.holding = False
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt

@@ -1,0 +1,119 @@
+"""What the engine asks of a model, and what all models share: conditioning batches, noise, schedule, reference policy."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..core.noise import Key, normal
+from ..core.schedule import Schedule, shifted
+from . import lora
+
+
+@dataclass(frozen=True)
+class Cond:
+    """A batch of conditioning: named tensors whose first axis is the prompt. Gathered by index, one prompt many times."""
+
+    tensors: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: Tensor | slice) -> "Cond":
+        return Cond({name: tensor[index] for name, tensor in self.tensors.items()})
+
+    def to(self, device: torch.device) -> "Cond":
+        return Cond({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+
+class Model(ABC):
+    """A flow or diffusion model. A new family is one file with `encode`, `predict`, `decode` and a latent shape."""
+
+    kernel: ClassVar[str] = "flow_sde"
+    """The stochastic kernel that `kernel.name=auto` means for this family."""
+    default_prompts: ClassVar[Sequence[str]] = ()
+    lora_targets: ClassVar[Sequence[str]] = ()
+
+    module: nn.Module
+    """What is trained. The loop replaces it by its prepared (wrapped, compiled) form; `predict` goes through it."""
+    latent_shape: tuple[int, ...]
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self._frozen: nn.Module | None = None
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Text to conditioning, on the model's device."""
+
+    @abstractmethod
+    def predict(self, x: Float[Tensor, "n *latent"], t: Float[Tensor, " n"], cond: Cond) -> Float[Tensor, "n *latent"]:
+        """The velocity at latents x, float32 in and out; every sample has its own timestep."""
+
+    @abstractmethod
+    def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n 3 height width"]:
+        """Latents to pictures in [0, 1]."""
+
+    def noise(self, key: Key, address: Int[Tensor, "n 3"]) -> Float[Tensor, "n *latent"]:
+        """The latents a trajectory starts from, one for each (prompt, tree, node)."""
+        return normal(key, address, self.latent_shape)
+
+    @classmethod
+    def grid(cls, config: Config, steps: int) -> Schedule:
+        """The table of denoising steps, from the configuration alone, so that a plan can be costed without weights."""
+        if config.sample.sigmas == "shift":
+            return shifted(steps, config.sample.shift)
+        return cls.pipeline_grid(config, steps)
+
+    @classmethod
+    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+        """The table by the pipeline's own scheduler, for families that bring one."""
+        raise InputError("sample.sigmas", config.sample.sigmas, "this model brings no scheduler", "shift")
+
+    def schedule(self, steps: int) -> Schedule:
+        return self.grid(self.config, steps)
+
+    def make_trainable(self, how: str, rank: int, alpha: float, targets: Sequence[str]) -> None:
+        """Freeze the module but for what is trained, which is kept in float32: bfloat16 cannot hold a step of 1e-5."""
+        self.module.requires_grad_(False)
+        if how == "lora":
+            lora.inject(self.module, rank, alpha, targets or self.lora_targets)
+        else:
+            self.module.float().requires_grad_(True)
+        # Rollout and update must be the same function; dropout would make them two.
+        self.module.eval()
+
+    def keep_reference(self) -> None:
+        """Remember the current policy as the KL reference: with LoRA it is there already, else it is a frozen copy."""
+        if not lora.is_injected(self.module):
+            self._frozen = copy.deepcopy(self.module).requires_grad_(False)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `predict` is the reference policy."""
+        if lora.is_injected(self.module):
+            with lora.disabled(self.module):
+                yield
+            return
+        if self._frozen is None:
+            raise RuntimeError("keep_reference() was not called before training")
+        trained, self.module = self.module, self._frozen
+        try:
+            yield
+        finally:
+            self.module = trained
+
+
+def frozen_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The precision that `model.dtype` means on this device."""
+    if config.model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.model.dtype)

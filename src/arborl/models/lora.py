@@ -1,0 +1,48 @@
+"""Low-rank adapters on any module, by peft: put in, switched off, told from the base weights."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..core.errors import InputError
+
+
+def inject(module: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """Adapt every linear layer whose name ends in one of `targets`, in float32, starting as a no-op."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")  # pyright: ignore[reportArgumentType]
+    try:
+        inject_adapter_in_model(config, module)
+    except ValueError:
+        names = sorted({n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)})
+        problem = "no linear layer of the model has such a name"
+        raise InputError("model.lora.targets", list(targets), problem, ", ".join(names)) from None
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def is_injected(module: nn.Module) -> bool:
+    return any(".lora_A." in name for name, _ in module.named_parameters())
+
+
+@contextmanager
+def disabled(module: nn.Module) -> Iterator[None]:
+    """The base model, exactly."""
+    layers = _layers(module)
+    for layer in layers:
+        layer.enable_adapters(False)  # pyright: ignore[reportCallIssue]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)  # pyright: ignore[reportCallIssue]

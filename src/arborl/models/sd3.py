@@ -1,0 +1,123 @@
+"""StableDiffusion3Pipeline: SD3, SD3.5 and anything saved in that layout."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..core.schedule import Schedule
+from .base import Cond, Model, frozen_dtype
+from .guidance import guided
+
+
+class SD3Model(Model):
+    lora_targets = (
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+    )
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.pipe = load_pipeline(config.model.path, frozen_dtype(config, device)).to(device)
+        self.pipe.set_progress_bar_config(disable=True)
+        # Reward statistics and exact ratios want the VAE's output free of half-precision banding.
+        self.pipe.vae.to(torch.float32).requires_grad_(False)
+        for encoder in (self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
+            if encoder is not None:
+                encoder.eval().requires_grad_(False)
+        self.module = self.pipe.transformer
+        resolution = config.sample.resolution
+        factor, patch = self.pipe.vae_scale_factor, self.module.config.patch_size
+        largest = self.module.config.pos_embed_max_size * patch * factor
+        if resolution % (factor * patch) or resolution > largest:
+            problem = f"this model's pictures come in multiples of {factor * patch}"
+            raise InputError("sample.resolution", resolution, problem, f"{factor * patch}..{largest}")
+        self.latent_shape = (self.module.config.in_channels, resolution // factor, resolution // factor)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        text, negative, pooled, negative_pooled = self.pipe.encode_prompt(
+            list(prompts),
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=self.config.sample.guidance_scale > 1,
+            max_sequence_length=self.config.model.max_sequence_length,
+        )
+        tensors = {"text": text, "pooled": pooled}
+        if self.config.sample.guidance_scale > 1:
+            tensors |= {"negative_text": negative, "negative_pooled": negative_pooled}
+        return Cond(tensors)
+
+    @classmethod
+    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        try:
+            scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(config.model.path, subfolder="scheduler")
+        except OSError:
+            raise InputError(
+                "model.path", config.model.path, "has no scheduler to read", "or sample.sigmas=shift"
+            ) from None
+        scheduler.set_timesteps(steps)
+        return Schedule.from_sigmas(scheduler.sigmas.tolist())
+
+    def predict(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        # Frozen weights may be bfloat16 while trained ones are float32; autocast, if on, takes it from there.
+        dtype = next(self.module.parameters()).dtype
+
+        def velocity(x: Tensor, t: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+            out = self.module(
+                hidden_states=x.to(dtype),
+                timestep=t,
+                encoder_hidden_states=text.to(dtype),
+                pooled_projections=pooled.to(dtype),
+                return_dict=False,
+            )
+            return out[0].float()
+
+        scale, grad = self.config.sample.guidance_scale, self.config.train.cfg_grad
+        return guided(velocity, x, t, cond, ("text", "pooled"), scale, grad)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipe.vae
+        pixels = vae.decode(latents.float() / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return (pixels / 2 + 0.5).clamp(0, 1)
+
+
+def load_pipeline(path: str, dtype: torch.dtype):
+    """The pipeline of a folder or hub id, without the parts its index leaves empty; a clear line where it is missing."""
+    from diffusers import StableDiffusion3Pipeline
+
+    folder = Path(path)
+    if not path:
+        raise InputError("model.path", None, "is not set", "a folder with a diffusers pipeline, or a hub id")
+    absent: dict[str, None] = {}
+    if folder.is_dir():
+        index = folder / "model_index.json"
+        if not index.is_file():
+            raise InputError("model.path", path, "the folder holds no diffusers pipeline (no model_index.json)")
+        parts = json.loads(index.read_text())
+        if parts.get("_class_name") != "StableDiffusion3Pipeline":
+            problem = f"the folder holds a {parts.get('_class_name')}"
+            raise InputError("model.path", path, problem, "StableDiffusion3Pipeline")
+        absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if parts.get(name, [None])[0] is None}
+    elif folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise InputError("model.path", path, "there is no such folder")
+    try:
+        return StableDiffusion3Pipeline.from_pretrained(path, torch_dtype=dtype, **absent)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        problem = f"the weights are missing, here and on the hub ({reason})"
+        raise InputError("model.path", path, problem, "a folder made with save_pretrained or `hf download`") from None

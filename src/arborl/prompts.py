@@ -1,0 +1,81 @@
+"""Prompt files, and which prompts an epoch sees: a function of (seed, epoch), so nothing needs to be saved to resume."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts and the further columns of their file, index by index."""
+
+    texts: list[str]
+    columns: dict[str, list[object]]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, index: Sequence[int]) -> "Prompts":
+        return Prompts([self.texts[i] for i in index], {k: [v[i] for i in index] for k, v in self.columns.items()})
+
+    def repeat(self, times: int) -> "Prompts":
+        """Each prompt `times` times in a row: one for each of its leaves."""
+        return self.take([i for i in range(len(self)) for _ in range(times)])
+
+
+def load_prompts(path: str, default: Sequence[str] = (), key: str = "prompts.path") -> Prompts:
+    """A file with one prompt a line, or JSONL (`.jsonl`) with a `prompt` and further columns; else the default list."""
+    if not path:
+        if not default:
+            raise InputError(
+                key, None, "this model has no prompt list of its own", "a text file, or .jsonl with `prompt`"
+            )
+        return Prompts(list(default), {})
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(key, path, "there is no such file")
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(key, path, f"is not UTF-8 text (byte {error.start})") from None
+    if not lines:
+        raise InputError(key, path, "the file holds no prompt", "one prompt a line")
+    if file.suffix != ".jsonl":
+        return Prompts([line.strip() for line in lines], {})
+    rows = [_row(key, path, number, line) for number, line in enumerate(lines, 1)]
+    names = [name for name in rows[0] if name != "prompt"]
+    columns: dict[str, list[object]] = {name: [row.get(name) for row in rows] for name in names}
+    return Prompts([str(row["prompt"]) for row in rows], columns)
+
+
+def _row(key: str, path: str, number: int, line: str) -> dict[str, object]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(key, path, f"line {number} is not JSON ({error.msg})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise InputError(key, path, f'line {number} has no "prompt" text')
+    return row
+
+
+def epoch_indices(total: int, per_epoch: int, epoch: int, seed: int) -> list[int]:
+    """The prompts of an epoch, over all ranks: the file is dealt out pass by pass, each pass in its own order."""
+    indices: list[int] = []
+    position = epoch * per_epoch
+    while len(indices) < per_epoch:
+        order = _shuffled(total, seed, position // total)
+        taken = order[position % total :][: per_epoch - len(indices)].tolist()
+        indices += taken
+        position += len(taken)
+    return indices
+
+
+def _shuffled(total: int, seed: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
+    return torch.randperm(total, generator=generator)

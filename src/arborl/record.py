@@ -1,0 +1,107 @@
+"""What a rollout keeps, and the file form of one prompt's trees: written once, read by drawings, reports and tests."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .core.errors import InputError
+from .core.schedule import Schedule
+from .core.tree import Plan
+from .models.base import Cond
+
+VERSION = 1
+
+
+@dataclass
+class Record:
+    """Every node's latent once, and every edge's log-density under the policy that drew it.
+
+    Latents are float32, as drawn: the update evaluates the density of exactly the child that was sampled.
+    """
+
+    plan: Plan
+    cond: Cond
+    latents: Float[Tensor, "prompts nodes *latent"]
+    log_density: Float[Tensor, "prompts edges"]  # 0 on deterministic edges, which have none
+    clean: Float[Tensor, "nodes *latent"] | None = None  # x̂0 at the first prompt's nodes, where asked for
+
+    @property
+    def leaves(self) -> Float[Tensor, "prompts leaves *latent"]:
+        return self.latents[:, self.plan.leaves]
+
+
+@dataclass(frozen=True)
+class RecordedTree:
+    """One prompt's trees of one epoch, complete: what a person needs to see how its scores became advantages."""
+
+    epoch: int
+    prompt: str
+    plan: Plan
+    log_density: Float[Tensor, " edges"]
+    advantage: Float[Tensor, " edges"]  # NaN where no leaf below has a score
+    kept: Bool[Tensor, " edges"]  # the edges the update trained
+    scores: dict[str, Float[Tensor, " leaves"]]  # per reward, and `total`
+    pictures: Tensor  # uint8, nodes×3×H×W: x̂0 at inner nodes, the picture itself at leaves
+    latents: Float[Tensor, "nodes *latent"]
+
+    def save(self, stem: Path) -> None:
+        """`stem`.safetensors with the arrays and `stem`.json with the rest, each complete or not there."""
+        plan = self.plan
+        tensors = {
+            "plan.parent": plan.parent,
+            "plan.step": plan.step,
+            "plan.eta": plan.eta,
+            "plan.kappa": plan.kappa,
+            **{f"schedule.{name}": values for name, values in asdict(plan.schedule).items()},
+            "log_density": self.log_density,
+            "advantage": self.advantage,
+            "kept": self.kept,
+            "pictures": self.pictures,
+            "latents": self.latents,
+            **{f"scores.{name}": values for name, values in self.scores.items()},
+        }
+        head = {
+            "format": "arborl.tree",
+            "version": VERSION,
+            "epoch": self.epoch,
+            "prompt": self.prompt,
+            "kernel": plan.kernel,
+            "roots": plan.roots,
+            "scores": list(self.scores),
+        }
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        aside = stem.with_suffix(".safetensors.tmp")
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, aside)
+        aside.replace(stem.with_suffix(".safetensors"))
+        aside = stem.with_suffix(".json.tmp")
+        aside.write_text(json.dumps(head, indent=1, ensure_ascii=False), encoding="utf-8")
+        aside.replace(stem.with_suffix(".json"))
+
+    @classmethod
+    def load(cls, stem: Path) -> "RecordedTree":
+        stem = stem.with_suffix("")
+        try:
+            head = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+            tensors = load_file(stem.with_suffix(".safetensors"))
+        except (OSError, json.JSONDecodeError, SafetensorError) as error:
+            raise InputError("tree file", stem, f"cannot be read ({error})") from None
+        if head.get("format") != "arborl.tree" or head.get("version") != VERSION:
+            found = f"{head.get('format')} version {head.get('version')}"
+            raise InputError("tree file", stem, f"is {found}", f"arborl.tree version {VERSION}")
+        schedule = Schedule(*(tensors[f"schedule.{name}"] for name in ("sigma", "sigma_next", "timestep")))
+        arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa"))
+        plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
+        scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
+        parts = (tensors[name] for name in ("log_density", "advantage", "kept"))
+        return cls(head["epoch"], head["prompt"], plan, *parts, scores, tensors["pictures"], tensors["latents"])
+
+
+def as_bytes(pictures: Float[Tensor, "n 3 height width"]) -> Tensor:
+    """Pictures in [0, 1] as uint8, rounded."""
+    return (pictures * 255).round().clamp(0, 255).to(torch.uint8).cpu()

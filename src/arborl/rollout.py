@@ -1,0 +1,93 @@
+"""All trees of all prompts advance together, a level at a time, one model forward for each parent."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .batches import batches
+from .config.schema import SampleConfig
+from .core.kernels import Coefficients, transition
+from .core.noise import Key, normal
+from .core.tree import Plan
+from .models.base import Cond, Model
+from .record import Record
+
+
+@torch.no_grad()
+def rollout(
+    model: Model,
+    plan: Plan,
+    cond: Cond,
+    key: Key,
+    prompt_ids: Int[Tensor, " prompts"],
+    config: SampleConfig,
+    keep_clean: bool = False,
+) -> Record:
+    """Grow the plan's trees for every prompt. `prompt_ids` are global, so the noise does not depend on the rank."""
+    prompts, device = len(cond), model.device
+    roots = torch.arange(plan.roots)
+    frontier = model.noise(key, addresses(plan, prompt_ids, roots, device)).unflatten(0, (prompts, plan.roots))
+    storage = torch.device("cpu") if config.offload else device
+    latents = torch.empty(prompts, plan.nodes, *model.latent_shape, device=storage)
+    log_density = torch.zeros(prompts, plan.edges, device=device)
+    clean = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_clean else None
+    latents[:, : plan.roots] = frontier
+    first = 0  # the number of the frontier's first node
+    for level in plan.levels:
+        x = frontier[:, level.parents - first]
+        v = predict(model, x, plan.timestep[level.parents], cond, config.batch_size, config.pad_batches)
+        if clean is not None:
+            sigma = plan.schedule.sigma[plan.step[level.edges]][_first_edge(level.slot, len(level.parents))]
+            clean[level.parents] = x[0] - sigma.to(x).view(-1, *[1] * len(model.latent_shape)) * v[0]
+        children = plan.child[level.edges]
+        gaussian = transition(
+            x[:, level.slot].flatten(0, 1),
+            v[:, level.slot].flatten(0, 1),
+            Coefficients(*(c[level.edges].repeat(prompts) for c in plan.coefficients)),
+        )
+        if plan.stochastic[level.edges].any():
+            drawn = gaussian.sample(normal(key, addresses(plan, prompt_ids, children, device), model.latent_shape))
+            log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, len(children)))
+        else:
+            drawn = gaussian.mean
+        frontier = drawn.unflatten(0, (prompts, len(children)))
+        latents[:, children] = frontier.to(storage)
+        first = int(children[0])
+    if clean is not None:
+        clean[plan.leaves] = latents[0, plan.leaves].to(device)
+    return Record(plan, cond, latents, log_density, clean)
+
+
+def addresses(
+    plan: Plan, prompt_ids: Int[Tensor, " prompts"], nodes: Int[Tensor, " n"], device: torch.device
+) -> Int[Tensor, "prompts_n 3"]:
+    """Where each draw stands: (global prompt, tree, number within the tree), prompt by prompt."""
+    prompt = prompt_ids.repeat_interleave(len(nodes))
+    tree, number = (values[nodes].repeat(len(prompt_ids)) for values in (plan.tree, plan.number))
+    return torch.stack([prompt, tree, number], 1).to(device)
+
+
+def predict(
+    model: Model,
+    x: Float[Tensor, "prompts n *latent"],
+    t: Float[Tensor, " n"],
+    cond: Cond,
+    batch_size: int,
+    pad: bool,
+) -> Float[Tensor, "prompts n *latent"]:
+    """The model's velocities in micro-batches; small frontiers of different prompts share a call."""
+    prompts, n = x.shape[:2]
+    flat, times = x.flatten(0, 1), t.repeat(prompts).to(x)
+    out = torch.empty_like(flat)
+    for batch in batches(prompts * n, batch_size, pad):
+        index = batch.index.to(x.device)
+        v = model.predict(flat[index], times[index], cond[index // n])
+        out[index[: batch.valid]] = v[: batch.valid]
+    return out.unflatten(0, (prompts, n))
+
+
+def _first_edge(slot: Int[Tensor, " e"], parents: int) -> Int[Tensor, " p"]:
+    """For each parent of a level, one of its edges (all leave from the same noise level)."""
+    index = torch.empty(parents, dtype=torch.long)
+    index[slot] = torch.arange(len(slot))
+    return index

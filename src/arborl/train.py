@@ -1,0 +1,56 @@
+"""The loop. Prompts grow into trees, trees end in pictures, pictures get scores, scores become a step; then again."""
+
+from pathlib import Path
+
+from .config.schema import Config
+from .core.noise import fold
+from .core.prune import trainable
+from .job import prepare
+from .log import Bar, Interrupts
+from .plan import make_plan
+from .rollout import rollout
+from .update import update
+
+
+def train(config: Config, resume: Path | None = None) -> Path:
+    """Run `config.train.epochs` epochs, from the start or from a run's last checkpoint; returns the run's folder."""
+    job = prepare(config, resume)
+    model, run, state = job.model, job.run, job.state
+    schedule = model.schedule(config.sample.num_steps)
+    interrupts = Interrupts()
+    try:
+        with interrupts.watched(), Bar(run, state.epoch, config.train.epochs) as bar:
+            while (epoch := state.epoch) < config.train.epochs:
+                with run.stage("evaluate"):
+                    evaluation = job.evaluate_if_due(epoch)
+                with run.stage("encode"):
+                    prompts, prompt_ids = job.prompts_of(epoch)
+                    cond = model.encode(prompts.texts)
+                with run.stage("rollout"):
+                    plan = make_plan(config, schedule, epoch)
+                    key = fold(config.seed, epoch)
+                    record = rollout(model, plan, cond, key, prompt_ids, config.sample, keep_clean=job.records(epoch))
+                with run.stage("score"):
+                    scores = job.score(record, prompts)
+                with run.stage("advantage"):
+                    advantage = job.advantage(plan, scores, record)
+                    keep = trainable(plan, advantage)
+                with run.stage("record"):
+                    job.keep_tree_if_due(epoch, prompts, record, scores, advantage, keep)
+                # Weights, averages, counters and metrics move on together or not at all.
+                with interrupts.held():
+                    with run.stage("update"):
+                        stats = update(model, state, job.accelerator, record, advantage, keep, config, key)
+                    job.check_ratio(stats)
+                    state.advance(plan, len(prompts) * job.accelerator.num_processes)
+                    bar.advance(run.log(epoch, job.metrics(plan, scores, advantage, stats) | evaluation))
+                with run.stage("checkpoint"):
+                    job.save_if_due()
+            job.finish()
+    except KeyboardInterrupt:
+        job.save()
+        run.say(f"stopped after {state.epoch} epochs; to go on: arborl train --resume {run.folder}")
+        raise
+    finally:
+        run.close()
+    return run.folder

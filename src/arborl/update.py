@@ -1,0 +1,172 @@
+"""Record + advantages + mask -> optimizer steps. One forward at a parent trains all its kept children."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .batches import batches
+from .checkpoint import State
+from .config.schema import Config, TrainConfig
+from .core.kernels import Coefficients, transition
+from .core.loss import clipped_surrogate
+from .core.noise import Key
+from .core.tree import Plan
+from .models.base import Model
+from .record import Record
+
+
+@dataclass
+class Stats:
+    """What an epoch's optimizer steps did. Sums stay on the device until someone asks."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    ratio_error: Tensor = field(default_factory=lambda: torch.zeros(()))  # largest |ratio - 1| in the first step
+    grad_norm: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+
+    def add(self, **values: Tensor | int) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, torch.zeros(())) + torch.as_tensor(value).detach()
+
+
+class Edges(NamedTuple):
+    """Some kept edges and their parents: `parents` are (prompt, node) rows, `row` says whose child each edge is."""
+
+    parents: Int[Tensor, "p 2"]
+    prompt: Int[Tensor, " e"]
+    edge: Int[Tensor, " e"]
+    row: Int[Tensor, " e"]
+
+    def batch(self, index: Tensor, valid: int) -> "Edges":
+        """The edges of a run of parents (rows past `valid` are padding and have none)."""
+        inside = (self.row >= index[0]) & (self.row < index[0] + valid)
+        return Edges(self.parents[index], self.prompt[inside], self.edge[inside], self.row[inside] - index[0])
+
+
+def update(
+    model: Model,
+    state: State,
+    accelerator: Accelerator,
+    record: Record,
+    advantage: Float[Tensor, "prompts edges"],
+    keep: Bool[Tensor, "prompts edges"],
+    config: Config,
+    key: Key,
+) -> Stats:
+    """`train.updates` optimizer steps over a seeded partition of the parents.
+
+    A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
+    change it. A step none of whose edges has an advantage is left out on every rank, unless there is a KL to follow.
+    """
+    stats, train = Stats(), config.train
+    prompts = len(advantage)
+    part_of = _partition(record.plan, prompts * accelerator.num_processes, train.updates, key)
+    part_of = part_of[accelerator.process_index * prompts :][:prompts]
+    for part in range(train.updates):
+        edges = _edges(record.plan, keep.cpu() & (part_of[:, record.plan.parent] == part))
+        queue = list(batches(len(edges.parents), train.batch_size, config.sample.pad_batches))
+        useful = int((advantage[edges.prompt, edges.edge] != 0).any())
+        count, useful, calls = _across_ranks(accelerator, len(edges.edge), useful, len(queue))
+        if count == 0 or (useful == 0 and train.kl == 0):
+            stats.skipped += 1
+            continue
+        for call in range(calls):
+            with nullcontext() if call + 1 == calls else accelerator.no_sync(model.module):
+                if call < len(queue):
+                    batch = edges.batch(*queue[call])
+                    loss = _loss(model, record, advantage, batch, train, stats, first=stats.steps == 0)
+                else:
+                    loss = _idle_loss(model, record)
+                # DDP averages gradients over the ranks; the loss is a mean over the edges of all of them.
+                accelerator.backward(loss * (accelerator.num_processes / count))
+        norm = float(accelerator.clip_grad_norm_(state.parameters.values(), train.max_grad_norm) or 0.0)
+        stats.grad_norm = max(stats.grad_norm, norm)
+        if torch.isfinite(torch.tensor(norm)):
+            state.optimizer.step()
+            state.ema.step()
+            stats.steps += 1
+        else:  # gradients are the same on all ranks by now, so all of them come here together
+            stats.skipped += 1
+        state.optimizer.zero_grad(set_to_none=True)
+    return stats
+
+
+def _loss(
+    model: Model,
+    record: Record,
+    advantage: Tensor,
+    batch: Edges,
+    config: TrainConfig,
+    stats: Stats,
+    first: bool,
+) -> Float[Tensor, ""]:
+    """The summed loss of one micro-batch: a forward per parent, a density per edge."""
+    plan, device = record.plan, model.device
+    prompt, node = batch.parents.unbind(1)
+    x = record.latents[prompt, node].to(device)
+    t = plan.timestep[node].to(x)
+    cond = record.cond[prompt.to(device)]
+    child = record.latents[batch.prompt, plan.child[batch.edge]].to(device)
+    row = batch.row.to(device)
+    coefficients = Coefficients(*(c[batch.edge] for c in plan.coefficients))
+    policy = transition(x[row], model.predict(x, t, cond)[row], coefficients)
+
+    new = policy.log_density(child)
+    old = record.log_density[batch.prompt, batch.edge].to(device)
+    weight = advantage[batch.prompt, batch.edge].to(new)
+    loss, seen = clipped_surrogate(new, old, weight, config.clip)
+    ratio = seen["ratio"]
+    if first:
+        stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())
+    stats.add(
+        edges=len(row),
+        parents=len(torch.unique(batch.row)),
+        loss=loss,
+        ratio=ratio.sum(),
+        clipped=seen["clipped"].sum(),
+        approx_kl=(ratio - 1 - (new.detach() - old)).sum(),
+    )
+    if config.kl > 0:
+        with torch.no_grad(), model.reference():
+            base = model.predict(x, t, cond)[row]
+        divergence = policy.kl(transition(x[row], base, coefficients)).sum()
+        stats.add(kl=divergence)
+        loss = loss + config.kl * divergence
+    return loss
+
+
+def _idle_loss(model: Model, record: Record) -> Float[Tensor, ""]:
+    """A forward whose gradient is zero: ranks must run the same number of backward passes, also those out of work."""
+    x = record.latents[:1, 0].to(model.device)
+    first = torch.zeros(1, dtype=torch.long, device=model.device)
+    return 0.0 * model.predict(x, record.plan.timestep[:1].to(x), record.cond[first]).sum()
+
+
+def _edges(plan: Plan, keep: Bool[Tensor, "prompts edges"]) -> Edges:
+    prompt, edge = keep.nonzero(as_tuple=True)
+    parents, row = torch.stack([prompt, plan.parent[edge]], 1).unique(dim=0, return_inverse=True)
+    return Edges(parents, prompt, edge, row)
+
+
+def _partition(plan: Plan, prompts: int, parts: int, key: Key) -> Int[Tensor, "prompts nodes"]:
+    """Which optimizer step each (global prompt, node) trains in, evenly; the same for every number of ranks."""
+    samples = plan.trained_parents
+    generator = torch.Generator().manual_seed(key[0] << 31 | key[1] >> 1)
+    order = torch.randperm(prompts * len(samples), generator=generator)
+    part_of = torch.zeros(prompts, plan.nodes, dtype=torch.long)
+    part_of[:, samples] = (order % parts).view(prompts, len(samples))
+    return part_of
+
+
+def _across_ranks(accelerator: Accelerator, edges: int, useful: int, calls: int) -> tuple[int, int, int]:
+    """Edges and usefulness summed over the ranks, and the most micro-batches any of them has."""
+    if accelerator.num_processes == 1:
+        return edges, useful, calls
+    everyone = accelerator.gather(torch.tensor([[edges, useful, calls]], device=accelerator.device))
+    return int(everyone[:, 0].sum()), int(everyone[:, 1].sum()), int(everyone[:, 2].max())  # pyright: ignore
