@@ -1,5 +1,6 @@
 """Trees and picture sheets, for people: text in the terminal, PNG in the run folder."""
 
+import math
 import textwrap
 from pathlib import Path
 
@@ -12,13 +13,12 @@ from .record import RecordedTree
 
 
 def profile(plan: Plan) -> str:
-    """A tree in one line: nodes per depth, joined by < where it branches, ~ where it is noisy, - where it is ODE."""
-    widths = torch.bincount(plan.depth).tolist()
-    text = str(widths[0])
-    for level, width in zip(plan.levels, widths[1:], strict=True):
+    """A tree in one line, a mark for each step: < where it branches, ~ where it is only noisy, - where it is ODE."""
+    marks = ""
+    for level in plan.levels:
         noisy, branching = bool(plan.stochastic[level.edges].any()), len(level.slot) > len(level.parents)
-        text += f" {'<' if branching else '~' if noisy else '-'} {width}"
-    return text
+        marks += "<" if branching else "~" if noisy else "-"
+    return f"●{marks} {len(plan.leaves)}"
 
 
 def sketch(plan: Plan) -> list[str]:
@@ -80,36 +80,43 @@ def draw_tree(tree: RecordedTree, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import colormaps
     from matplotlib.collections import LineCollection
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
     plan = tree.plan
-    place, depth = leaf_order(plan), plan.depth.tolist()
-    leaves, steps = plan.leaves.tolist(), int(plan.depth.max())
-    width, height = 2.0 + 1.15 * steps, 1.4 + max(0.62 * len(leaves), 2.2)
+    place, leaves = leaf_order(plan), plan.leaves.tolist()
+    noisy = [bool(plan.stochastic[level.edges].any()) for level in plan.levels]
+    # Deterministic steps are where nothing is decided: they get less room.
+    ticks = [0.0]
+    for is_noisy in noisy:
+        ticks.append(ticks[-1] + (1.0 if is_noisy else 0.45))
+    across = [ticks[d] for d in plan.depth.tolist()]
+    width, height = 2.4 + 1.3 * ticks[-1], 1.5 + max(0.55 * len(leaves), 2.2)
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     known = tree.advantage[~tree.advantage.isnan()].abs()
     limit = max(float(known.max()) if len(known) else 0.0, 1e-6)
-    colours, norm = colormaps["RdBu"], Normalize(-limit, limit)
+    # A square-root scale, with grey in the middle: small advantages are the usual ones and must still show a side.
+    colours = LinearSegmentedColormap.from_list("advantage", ["#a50f15", "#ef6548", "#b8b8b8", "#4292c6", "#08306b"])
 
-    stochastic_levels = [d for d, level in enumerate(plan.levels) if plan.stochastic[level.edges].any()]
-    if stochastic_levels and stochastic_levels[-1] - stochastic_levels[0] + 1 == len(stochastic_levels):
-        axes.axvspan(stochastic_levels[0], stochastic_levels[-1] + 1, color="#f3efe4", zorder=0, lw=0)
-        middle = (stochastic_levels[0] + stochastic_levels[-1] + 1) / 2
+    def colour(value: float) -> object:
+        return "#dddddd" if value != value else colours(0.5 + 0.5 * math.copysign(math.sqrt(abs(value) / limit), value))
+
+    if any(noisy):
+        start, stop = noisy.index(True), len(noisy) - noisy[::-1].index(True)
+        axes.axvspan(ticks[start], ticks[stop], color="#f5f1e6", zorder=0, lw=0)
+        middle = (ticks[start] + ticks[stop]) / 2
         axes.text(middle, -0.95, "stochastic window", ha="center", va="center", fontsize=8, color="#8a7f63")
     lines, line_colours, widths = [], [], []
     for edge, parent in enumerate(plan.parent.tolist()):
         child = plan.roots + edge
-        lines.append([(depth[parent], place[parent]), (depth[child], place[child])])
-        value = float(tree.advantage[edge])
-        line_colours.append("#bbbbbb" if value != value else colours(norm(value)))
+        lines.append([(across[parent], place[parent]), (across[child], place[child])])
+        line_colours.append(colour(float(tree.advantage[edge])))
         widths.append(3.2 if tree.kept[edge] else 1.2)
     axes.add_collection(LineCollection(lines, colors=line_colours, linewidths=widths, zorder=2, capstyle="round"))
-    _label_advantages(axes, tree, place, depth)
+    _label_advantages(axes, tree, place, across)
 
     children = torch.bincount(plan.parent, minlength=plan.nodes).tolist()
     size = tree.pictures.shape[-1]
@@ -117,33 +124,36 @@ def draw_tree(tree: RecordedTree, path: Path) -> None:
         if node < plan.roots or children[node] != 1:
             picture = OffsetImage(tree.pictures[node].permute(1, 2, 0).numpy(), zoom=32 / size)
             frame = {"edgecolor": "#444444", "linewidth": 0.6}
-            axes.add_artist(AnnotationBbox(picture, (depth[node], place[node]), bboxprops=frame, pad=0.1))
+            axes.add_artist(AnnotationBbox(picture, (across[node], place[node]), bboxprops=frame, pad=0.1))
     total = tree.scores["total"]
     for index, leaf in enumerate(leaves):
         score = float(total[index])
         text = "no score" if score != score else f"{score:.3f}"
-        axes.text(depth[leaf] + 0.42, place[leaf], text, va="center", ha="left", fontsize=8)
+        axes.text(across[leaf] + 0.24, place[leaf], text, va="center", ha="left", fontsize=8)
 
-    axes.set_xlim(-0.5, steps + 1.1)
+    axes.set_xlim(-0.4, ticks[-1] + 0.75)
     axes.set_ylim(len(leaves) - 0.4, -1.3)
-    axes.set_xticks(range(steps + 1), [f"{s:.2f}" for s in [*_level_sigmas(plan), 0.0]], fontsize=8)
+    axes.set_xticks(ticks, [f"{s:.2f}" for s in [*_level_sigmas(plan), 0.0]], fontsize=8)
     axes.set_xlabel("noise level σ", fontsize=9)
     axes.set_yticks([])
     axes.spines[["left", "right", "top"]].set_visible(False)
     title = textwrap.shorten(f"“{tree.prompt}”", 90, placeholder="…”")
-    axes.set_title(f"{title}   epoch {tree.epoch}   blue: better than its siblings' average, red: worse", fontsize=9)
+    axes.set_title(
+        f"{title}, epoch {tree.epoch}\nblue edges led to better pictures than the average, red to worse", fontsize=9
+    )
     aside = path.with_suffix(".tmp.png")
     figure.savefig(aside, facecolor="white")
     aside.replace(path)
 
 
-def _label_advantages(axes, tree: RecordedTree, place: list[float], depth: list[int]) -> None:
+def _label_advantages(axes, tree: RecordedTree, place: list[float], across: list[float]) -> None:
     """The number on each trained edge, where there is room for it."""
     if int(tree.kept.sum()) > 64:
         return
     for edge in tree.kept.nonzero().squeeze(1).tolist():
         parent, child = int(tree.plan.parent[edge]), tree.plan.roots + edge
-        x, y = depth[parent] + 0.62, place[parent] + 0.62 * (place[child] - place[parent])
+        x = across[parent] + 0.62 * (across[child] - across[parent])
+        y = place[parent] + 0.62 * (place[child] - place[parent])
         box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
         text = f"{float(tree.advantage[edge]):+.2f}"
         axes.text(x, y, text, fontsize=6.5, ha="center", va="center", bbox=box, zorder=4)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .batches import batches
@@ -76,16 +76,12 @@ def evaluate(
 ) -> Evaluation:
     """One deterministic picture a prompt, from noise that depends on (seed, prompt) alone; prompts shared by the ranks."""
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    total = min(config.eval.num_prompts, len(prompts)) if config.eval.prompts else config.eval.num_prompts
+    total = config.eval.num_prompts
     share = math.ceil(total / ranks)
     ids = torch.arange(rank * share, rank * share + share)
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
-    plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
-    cond, key = model.encode(chosen.texts), fold(config.seed, EVALUATION)
-    record = rollout(model, plan, cond, key, ids, config.sample)
-    scores, pictures = decode_and_score(
-        model, rewards, record.leaves, chosen, config.sample.decode_batch_size, keep_pictures
-    )
+    leaves = generate(model, chosen, ids, config)
+    scores, pictures = decode_and_score(model, rewards, leaves, chosen, config.sample.decode_batch_size, keep_pictures)
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in scores.parts.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))
     parts = {name: gather(values, accelerator)[:total] for name, values in own.items()}
@@ -99,6 +95,15 @@ def evaluate(
         captions=chosen.texts[:shown],
         scores=own[first][:shown].tolist(),
     )
+
+
+def generate(
+    model: Model, prompts: Prompts, ids: Int[Tensor, " prompts"], config: Config
+) -> Float[Tensor, "prompts 1 *latent"]:
+    """One latent a prompt by the ODE, from noise that depends on (seed, id) alone."""
+    plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
+    key = fold(config.seed, EVALUATION)
+    return rollout(model, plan, model.encode(prompts.texts), key, ids, config.sample).leaves
 
 
 def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
