@@ -65,10 +65,10 @@ class Run:
         self.accelerator.end_training()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self.console.print(f"[yellow]warning:[/yellow] {text}")
+        self.console.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
 
     def _drop_metrics_from(self, epoch: int) -> None:
         """A resumed run repeats the epochs after its checkpoint; what was logged of them goes, so none is there twice."""

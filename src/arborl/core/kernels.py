@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .errors import InputError
 from .schedule import Schedule
 
 
@@ -77,6 +78,8 @@ def sde_able(schedule: Schedule, kernel: str, eta: float, excess: bool = False) 
     Otherwise noise survives into the picture. `excess` drops that bound for methods that break it on purpose;
     the step into σ' = 0 stays deterministic either way, because nothing after it could remove the noise.
     """
+    if kernel == "cps" and eta > 1:
+        raise InputError("kernel.eta", eta, "with cps it is an angle in quarter turns", "above 0, at most 1")
     std = transition_std(schedule, kernel, eta)
     return (std > 0) & (schedule.sigma_next > 0) & ((std <= schedule.sigma_next) | excess)
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .errors import InputError
-from .kernels import KERNELS, TAKES_KAPPA, Coefficients, sde_able
+from .kernels import KERNELS, TAKES_KAPPA, Coefficients, sde_able, transition_std
 from .schedule import Schedule, window_start
 
 
@@ -184,6 +184,15 @@ def window_positions(schedule: Schedule, kernel: str, eta: float, w: int) -> int
         )
         raise InputError("tree.w", w, problem, f"1..{length}")
     return length - w + 1
+
+
+def _no_stochastic_step(schedule: Schedule, kernel: str, eta: float) -> InputError:
+    if len(schedule) < 2:
+        return InputError("sample.num_steps", len(schedule), "the step into σ = 0 is never stochastic", "2 or more")
+    # The noise of the reverse SDEs is proportional to η, so the largest that fits the first step can be told.
+    most = eta * float(schedule.sigma_next[0] / transition_std(schedule, kernel, eta)[0])
+    problem = f"{kernel} adds more noise at the first step than the level it reaches"
+    return InputError("kernel.eta", eta, problem, f"above 0, at most {most:.3g}")
 
 
 def tree(

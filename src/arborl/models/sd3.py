@@ -12,6 +12,7 @@ from ..core.errors import InputError
 from ..core.schedule import Schedule
 from .base import Cond, Model, frozen_dtype
 from .guidance import guided
+from .quiet import quiet_libraries
 
 
 class SD3Model(Model):
@@ -30,11 +31,9 @@ class SD3Model(Model):
         super().__init__(config, device)
         self.pipe = load_pipeline(config.model.path, frozen_dtype(config, device)).to(device)
         self.pipe.set_progress_bar_config(disable=True)
-        # Reward statistics and exact ratios want the VAE's output free of half-precision banding.
-        self.pipe.vae.to(torch.float32).requires_grad_(False)
-        for encoder in (self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
-            if encoder is not None:
-                encoder.eval().requires_grad_(False)
+        for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
+            if part is not None:
+                part.eval().requires_grad_(False)
         self.module = self.pipe.transformer
         resolution = config.sample.resolution
         factor, patch = self.pipe.vae_scale_factor, self.module.config.patch_size
@@ -98,8 +97,8 @@ class SD3Model(Model):
 
 def load_pipeline(path: str, dtype: torch.dtype):
     """The pipeline of a folder or hub id, without the parts its index leaves empty; a clear line where it is missing."""
-    from diffusers import StableDiffusion3Pipeline
-
+    with quiet_libraries():
+        from diffusers import StableDiffusion3Pipeline
     folder = Path(path)
     if not path:
         raise InputError("model.path", None, "is not set", "a folder with a diffusers pipeline, or a hub id")
@@ -116,7 +115,10 @@ def load_pipeline(path: str, dtype: torch.dtype):
     elif folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
         raise InputError("model.path", path, "there is no such folder")
     try:
-        return StableDiffusion3Pipeline.from_pretrained(path, torch_dtype=dtype, **absent)
+        with quiet_libraries():
+            # The VAE stays in float32: half precision leaves bands in pictures, and rewards see them.
+            precision = {"default": dtype, "vae": torch.float32}
+            return StableDiffusion3Pipeline.from_pretrained(path, dtype=precision, **absent)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         problem = f"the weights are missing, here and on the hub ({reason})"

@@ -1,0 +1,26 @@
+"""Loading a pipeline prints pages that concern nobody: bars for parts of a few kilobytes, hints about other packages."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Inside, diffusers and transformers report errors only, and progress only to a terminal."""
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    from diffusers.utils import logging as diffusers_logging
+
+    before_diffusers = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+        diffusers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+        diffusers_logging.set_verbosity(before_diffusers)

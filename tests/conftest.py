@@ -1,0 +1,56 @@
+import os
+from pathlib import Path
+
+import pytest
+from jaxtyping import install_import_hook
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Shapes and types are checked at every call while testing; must come before the first import of these modules.
+install_import_hook(
+    ["arborl.core", "arborl.rollout", "arborl.update", "arborl.evaluate", "arborl.job", "arborl.models.base"],
+    "beartype.beartype",
+)
+
+import torch  # noqa: E402
+from tiny import tiny_sd3  # noqa: E402
+
+from arborl.config import load_config  # noqa: E402
+from arborl.config.schema import Config  # noqa: E402
+from arborl.models import Model, load_model  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sd3(tmp_path_factory.mktemp("sd3") / "pipeline")
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("a photo of a cat\nred house\na dog\nblue house\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
+    return [
+        "model=sd3",
+        f"model.path={sd3_folder}",
+        "model.max_sequence_length=8",
+        "rewards=brightness",
+        f"prompts.path={prompt_file}",
+        "sample.resolution=32",
+        "sample.num_steps=6",
+        "sample.num_prompts=2",
+        "tree.w=3",
+        "eval.num_prompts=4",
+    ]
+
+
+def make(overrides: list[str], name: str = "tree") -> tuple[Config, Model]:
+    """A configuration and its model, ready to roll out."""
+    config = load_config(name, overrides)
+    return config, load_model(config, CPU)

@@ -1,0 +1,161 @@
+"""Advantages against a naive recursion, flat GRPO, hand-worked numbers, and the rules for leaves without a score."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_counts import random_plan
+
+from arborl.core.advantage import advantages, backup, combine, zscore
+from arborl.core.prune import trainable
+from arborl.core.schedule import shifted
+from arborl.core.tree import Plan, grow
+
+SCORES = st.floats(-50, 50, allow_nan=False, width=32)
+
+
+def naive_backup(plan: Plan, leaf_values: list[float], logits: list[float]) -> list[float]:
+    """Depth-first recursion over Python objects, straight from the definition."""
+    children: dict[int, list[int]] = {}
+    for edge, parent in enumerate(plan.parent.tolist()):
+        children.setdefault(parent, []).append(plan.roots + edge)
+    leaf_value = dict(zip(plan.leaves.tolist(), leaf_values, strict=True))
+
+    def value(node: int) -> float:
+        if node in leaf_value:
+            return leaf_value[node]
+        below = [(value(child), logits[child - plan.roots]) for child in children[node]]
+        below = [(v, logit) for v, logit in below if not math.isnan(v)]
+        if not below:
+            return math.nan
+        weights = [math.exp(logit) for _, logit in below]
+        return sum(w * v for w, (v, _) in zip(weights, below, strict=True)) / sum(weights)
+
+    return [value(child) for child in plan.child.tolist()]
+
+
+@given(st.data(), st.sampled_from([0.5, 1.0, 3.0]), st.booleans())
+def test_backup_is_the_naive_recursion(data: st.DataObject, temperature: float, holes: bool):
+    plan = random_plan(data.draw)
+    values = st.one_of(SCORES, st.just(math.nan)) if holes else SCORES
+    leaves, edges = len(plan.leaves), plan.edges
+    scores = torch.tensor(data.draw(st.lists(values, min_size=2 * leaves, max_size=2 * leaves))).view(2, leaves)
+    density = torch.tensor(data.draw(st.lists(st.floats(-5, 5), min_size=2 * edges, max_size=2 * edges))).view(2, edges)
+    found = advantages("tree", plan, scores, density, 1e9, temperature=temperature, weights="softmax")
+    even = advantages("tree", plan, scores, density, 1e9, temperature=temperature, weights="mean")
+    for row in range(2):
+        z = zscore(scores[row]).tolist()
+        expected = torch.tensor(naive_backup(plan, z, (density[row].double() / temperature).tolist())).double()
+        torch.testing.assert_close(found[row], expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+        expected = torch.tensor(naive_backup(plan, z, [0.0] * edges)).double()
+        torch.testing.assert_close(even[row], expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+def test_a_tree_worked_by_hand():
+    plan = grow(shifted(3, 3.0), "flow_sde", 1, [2, 2, 1], [0.5, 0.5, 0.0])
+    scores = torch.tensor([[1.0, 2.0, 3.0, 6.0]])  # mean 3, population std √3.5
+    log3 = math.log(3.0)
+    density = torch.tensor([[0.0, 0.0, 0.0, log3, log3, 0.0, 0, 0, 0, 0]])  # weights 1:3 and 3:1 at the second split
+    z = [(s - 3) / math.sqrt(3.5) for s in (1.0, 2.0, 3.0, 6.0)]
+    expected = [(z[0] + 3 * z[1]) / 4, (3 * z[2] + z[3]) / 4, *z, *z]
+    found = advantages("tree", plan, scores, density, 5.0, temperature=1.0, weights="softmax")
+    torch.testing.assert_close(found[0], torch.tensor(expected).double())
+
+
+@given(st.data(), st.integers(2, 6))
+def test_branching_at_the_root_alone_is_flat_grpo(data: st.DataObject, k: int):
+    scores = torch.tensor([data.draw(st.lists(SCORES, min_size=k, max_size=k))])
+    rooted = grow(shifted(3, 3.0), "flow_sde", 1, [k, 1, 1], [0.5, 0.0, 0.0])
+    flat = grow(shifted(3, 3.0), "flow_sde", k, [1, 1, 1], [0.5, 0.5, 0.0])
+    by_tree = advantages("tree", rooted, scores, torch.randn(1, rooted.edges), 5.0)
+    by_flat = advantages("flat", flat, scores, torch.randn(1, flat.edges), 5.0)
+    grpo = (scores - scores.mean()) / scores.std(correction=0) if scores.std(correction=0) > 1e-6 else scores * 0
+    torch.testing.assert_close(by_tree[:, :k].float(), grpo, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(by_tree, by_flat)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e6, 24.7])
+@pytest.mark.parametrize("name", ["tree", "flat"])
+def test_equal_scores_give_zero_also_where_float32_sums_are_not_exact(name: str, value: float):
+    plan = grow(shifted(4, 3.0), "flow_sde", 2, [3, 3, 1, 1], [0.5, 0.5, 0, 0])
+    found = advantages(name, plan, torch.full((2, 18), value), torch.randn(2, plan.edges), 5.0)
+    assert (found == 0).all()
+
+
+@given(st.lists(SCORES, min_size=2, max_size=20), st.floats(0.1, 10), st.floats(-10, 10))
+def test_zscore_laws(values: list[float], scale: float, shift: float):
+    scores = torch.tensor(values).double()
+    z = zscore(scores)
+    if float(scores.std(correction=0)) > 1e-3:
+        assert float(z.mean()) == pytest.approx(0, abs=1e-8)
+        assert float(z.std(correction=0)) == pytest.approx(1, abs=1e-8)
+        torch.testing.assert_close(zscore(scores * scale + shift), z, rtol=1e-5, atol=1e-5)
+
+
+class TestMaskedLeaves:
+    plan = grow(shifted(3, 3.0), "flow_sde", 1, [2, 2, 1], [0.5, 0.5, 0.0])
+    density = torch.zeros(1, 10)
+
+    def advantage(self, scores: list[float]) -> torch.Tensor:
+        return advantages("tree", self.plan, torch.tensor([scores]), self.density, 5.0)[0]
+
+    def test_they_take_no_part_in_the_statistics(self):
+        found = self.advantage([1.0, math.nan, 3.0, 5.0])
+        z = zscore(torch.tensor([1.0, 3.0, 5.0]))
+        torch.testing.assert_close(found[[2, 4, 5]], z)
+
+    def test_weights_are_renormalised_over_the_scored_siblings(self):
+        found = self.advantage([1.0, math.nan, 3.0, 5.0])
+        assert found[0] == found[2]
+
+    def test_an_edge_without_a_scored_leaf_below_it_is_not_trained(self):
+        found = self.advantage([math.nan, math.nan, 3.0, 5.0])
+        keep = trainable(self.plan, found[None])[0]
+        assert keep.tolist() == [False, True, False, False, True, True, False, False, False, False]
+
+    def test_no_score_at_all_trains_nothing(self):
+        found = self.advantage([math.nan] * 4)
+        assert found.isnan().all()
+        assert not trainable(self.plan, found[None]).any()
+
+    def test_a_single_score_has_nothing_to_compare_with(self):
+        assert self.advantage([math.nan, math.nan, math.nan, 5.0]).nan_to_num().abs().sum() == 0
+
+
+class TestSeveralRewards:
+    scores = {"a": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([[900.0, 100.0, 500.0]])}  # noqa: RUF012
+
+    def test_each_is_z_scored_before_they_are_weighted(self):
+        found = combine(self.scores, {"a": 1.0, "b": 2.0})
+        expected = zscore(self.scores["a"]) + 2 * zscore(self.scores["b"])
+        torch.testing.assert_close(found, expected)
+
+    def test_or_summed_raw(self):
+        found = combine(self.scores, {"a": 1.0, "b": 0.01}, "sum")
+        torch.testing.assert_close(found, torch.tensor([[10.0, 3.0, 8.0]]).double())
+
+    def test_one_reward_keeps_its_scale_and_a_weight_of_zero_only_watches(self):
+        found = combine(self.scores | {"c": torch.full((1, 3), torch.nan)}, {"a": 2.0, "b": 0.0, "c": 0.0})
+        torch.testing.assert_close(found, 2 * self.scores["a"].double())
+
+    def test_a_leaf_that_one_of_them_could_not_score_has_no_score(self):
+        broken = self.scores | {"b": torch.tensor([[1.0, math.nan, 2.0]])}
+        assert combine(broken, {"a": 1.0, "b": 1.0}).isnan().tolist() == [[False, True, False]]
+
+
+def test_advantages_are_clamped():
+    plan = grow(shifted(2, 3.0), "flow_sde", 40, [1, 1], [0.5, 0.0])
+    scores = torch.zeros(1, 40)
+    scores[0, 0] = 1.0
+    found = advantages("flat", plan, scores, torch.zeros(1, plan.edges), 5.0)
+    assert float(found.max()) == 5.0
+
+
+def test_backup_keeps_the_range_of_the_leaves():
+    plan = grow(shifted(4, 3.0), "flow_sde", 1, [3, 2, 2, 1], [0.5] * 3 + [0.0])
+    values = torch.randn(5, len(plan.leaves))
+    found = backup(plan, values, torch.randn(5, plan.edges))
+    assert (found.amax(1) <= values.amax(1) + 1e-6).all()
+    assert (found.amin(1) >= values.amin(1) - 1e-6).all()
