@@ -172,12 +172,7 @@ def window_positions(schedule: Schedule, kernel: str, eta: float, w: int) -> int
     """How many places a window of w steps has; an error when it has none."""
     length = leading_steps(schedule, kernel, eta)
     if length == 0:
-        raise InputError(
-            "kernel.eta",
-            eta,
-            f"with {kernel} no step of this σ grid can be stochastic",
-            "a smaller η above 0",
-        )
+        raise _no_stochastic_step(schedule, kernel, eta)
     if not 1 <= w <= length:
         problem = (
             f"the window must fit the {length} steps of {len(schedule)} whose noise stays below the level they reach"
@@ -232,12 +227,7 @@ def flat(
     """
     able = sde_able(schedule, kernel, eta, excess_noise).tolist()
     if not any(able):
-        raise InputError(
-            "kernel.eta",
-            eta,
-            f"with {kernel} no step of this σ grid can be stochastic",
-            "a smaller η above 0",
-        )
+        raise _no_stochastic_step(schedule, kernel, eta)
     arity = [1] * len(schedule)
     trees = 1 if shared_noise else group_size
     if shared_noise:
