@@ -2,9 +2,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A time is never a test's outcome, and a run's examples are the same on every machine.
+settings.register_profile("arborl", deadline=None, derandomize=True)
+settings.load_profile("arborl")
 
 # Shapes and types are checked at every call while testing; must come before the first import of these modules.
 install_import_hook(
@@ -13,11 +17,11 @@ install_import_hook(
 )
 
 import torch  # noqa: E402
-from tiny import tiny_sd3  # noqa: E402
 
 from arborl.config import load_config  # noqa: E402
 from arborl.config.schema import Config  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
+from tiny import tiny_sd3  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -52,7 +52,7 @@ def test_counts_are_those_of_a_tree_grown_node_by_node(w: int, k: int):
 
 
 def test_plan_json_of_the_readme_case():
-    overrides = "tree.w=4 tree.k=2 sample.num_prompts=2 sample.num_trees=1 sample.num_steps=10".split()
+    overrides = ["tree.w=4", "tree.k=2", "sample.num_prompts=2", "sample.num_trees=1", "sample.num_steps=10"]
     command = [sys.executable, "-m", "arborl", "plan", *overrides, "--json"]
     answer = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     assert answer["images"] == 32
@@ -156,4 +156,4 @@ def test_a_bad_plan_is_one_line_with_the_key_and_what_is_allowed(overrides, word
 
 def test_scaled_noise_only_where_the_kernel_can():
     with pytest.raises(InputError, match=r"split_noise_scale=4.*dance_sde, flow_sde"):
-        trees.grow(shifted(4, 3.0), "cps", 1, [2, 1, 1, 1], [0.3] * 4, [4.0, 1, 1, 1])
+        trees.grow(shifted(4, 3.0), "cps", 1, [2, 1, 1, 1], [0.3] * 4, [4.0, 1.0, 1.0, 1.0])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    index: Tensor  # positions to take, padded with position 0 when a fixed shape is asked for
+    rows: Tensor  # positions to take, padded with position 0 when a fixed shape is asked for
     valid: int  # how many of them count
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the state after whole epochs. Noise and prompts are functions of (seed, epoch), so this is all of it."""
+"""The state after whole epochs, on disk. Noise and prompts are functions of (seed, epoch), so weights are all of it."""
 
 import json
 import shutil

@@ -213,9 +213,7 @@ def _print_plan(config: Config, found: dict[str, Any]) -> None:
     cells = [found["flat"]["forwards"], found["flat"]["forward_backwards"], flat_cost]
     table.add_row("flat", flat_profile, *map(str, cells), "1.00")
     out.print(table)
-    out.print(
-        "  < a step that branches, ~ noise only, - ODE; flat: separate trajectories, trained at every step but the last\n"
-    )
+    out.print("  < branches, ~ noise only, - ODE; flat: separate trajectories, trained at every step but the last\n")
     out.print(
         f"Per process and epoch: {found['images']} images, {found['training_samples']} training samples "
         f"({prompts} prompts). A forward costs 1, a forward+backward {BACKWARD_COST}.\n"

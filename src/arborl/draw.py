@@ -56,7 +56,7 @@ def sketch(plan: Plan) -> list[str]:
 
 
 def leaf_order(plan: Plan) -> list[float]:
-    """Each node's place from top to bottom: leaves in the order of a depth-first walk, parents midway over their children."""
+    """Each node's place from top to bottom: leaves as a depth-first walk meets them, parents midway over theirs."""
     paths: list[tuple[int, ...]] = [(root,) for root in range(plan.roots)]
     for edge, parent in enumerate(plan.parent.tolist()):
         paths.append((*paths[parent], plan.roots + edge))

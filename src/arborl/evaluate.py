@@ -31,14 +31,14 @@ def decode_and_score(
     batch_size: int,
     keep_pictures: int = 0,
 ) -> tuple[Scores, Tensor]:
-    """Scores of all leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back (uint8)."""
+    """Scores of all leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too."""
     count = leaves.shape[1]
     flat, captions = leaves.flatten(0, 1), prompts.repeat(count)
     parts: dict[str, list[Tensor]] = {}
     pictures: list[Tensor] = []
     for batch in batches(len(flat), batch_size):
-        index = batch.index.tolist()
-        images = model.decode(flat[batch.index].to(model.device))
+        index = batch.rows.tolist()
+        images = model.decode(flat[batch.rows].to(model.device))
         some = captions.take(index)
         for name, values in rewards(images, some.texts, some.columns).items():
             parts.setdefault(name, []).append(values)
@@ -74,7 +74,7 @@ def evaluate(
     accelerator: Accelerator | None = None,
     keep_pictures: int = 16,
 ) -> Evaluation:
-    """One deterministic picture a prompt, from noise that depends on (seed, prompt) alone; prompts shared by the ranks."""
+    """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks."""
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     total = config.eval.num_prompts
     share = math.ceil(total / ranks)

@@ -101,8 +101,8 @@ class Job:
         error, bound = float(stats.ratio_error), RATIO_BOUND[self.accelerator.mixed_precision]
         if not error <= bound:
             self.run.warn(
-                f"the first update's ratio is off by {error:.1e} (rounding explains {bound:.0e}): the rollout drew from "
-                "another policy than the update evaluates. Look for dropout, a changed dtype or a reward that "
+                f"the first update's ratio is off by {error:.1e} (rounding explains {bound:.0e}): the rollout drew "
+                "from another policy than the update evaluates. Look for dropout, a changed dtype or a reward that "
                 "touches the model; sample.pad_batches=true with equal batch sizes rules out rounding"
             )
 
@@ -215,7 +215,7 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     rewards = load_rewards(config.rewards, config.advantage.combine)
     accelerator = Accelerator(
         mixed_precision=precision(config),
-        log_with=trackers or None,
+        log_with=[*trackers] or None,
         project_config=ProjectConfiguration(logging_dir=str(folder)),
         # Buffers never change here, and a rank may be ahead of another inside a rollout.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],

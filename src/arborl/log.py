@@ -71,7 +71,7 @@ class Run:
         self.console.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
 
     def _drop_metrics_from(self, epoch: int) -> None:
-        """A resumed run repeats the epochs after its checkpoint; what was logged of them goes, so none is there twice."""
+        """A resumed run repeats the epochs after its checkpoint: what was logged of them goes."""
         path = self.folder / "metrics.jsonl"
         if path.is_file():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["epoch"] < epoch]

@@ -1,4 +1,4 @@
-"""Prompt files, and which prompts an epoch sees: a function of (seed, epoch), so nothing needs to be saved to resume."""
+"""Prompt files, and which prompts an epoch sees: a function of (seed, epoch), so there is nothing to save."""
 
 import json
 from collections.abc import Sequence

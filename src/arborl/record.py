@@ -98,8 +98,8 @@ class RecordedTree:
         arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa"))
         plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
         scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
-        parts = (tensors[name] for name in ("log_density", "advantage", "kept"))
-        return cls(head["epoch"], head["prompt"], plan, *parts, scores, tensors["pictures"], tensors["latents"])
+        own = {name: tensors[name] for name in ("log_density", "advantage", "kept", "pictures", "latents")}
+        return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
 
 
 def as_bytes(pictures: Float[Tensor, "n 3 height width"]) -> Tensor:

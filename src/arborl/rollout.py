@@ -80,7 +80,7 @@ def predict(
     flat, times = x.flatten(0, 1), t.repeat(prompts).to(x)
     out = torch.empty_like(flat)
     for batch in batches(prompts * n, batch_size, pad):
-        index = batch.index.to(x.device)
+        index = batch.rows.to(x.device)
         v = model.predict(flat[index], times[index], cond[index // n])
         out[index[: batch.valid]] = v[: batch.valid]
     return out.unflatten(0, (prompts, n))

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .errors import InputError
+from .plain import floats
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def shifted(steps: int, shift: float) -> Schedule:
     if shift <= 0:
         raise InputError("sample.shift", shift, "the shift divides the time axis", "above 0")
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return Schedule.from_sigmas((shift * t / (1 + (shift - 1) * t)).tolist())
+    return Schedule.from_sigmas(floats(shift * t / (1 + (shift - 1) * t)))
 
 
 def window_start(epoch: int, s: int, tou: int, positions: int) -> int:

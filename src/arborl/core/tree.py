@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .errors import InputError
 from .kernels import KERNELS, TAKES_KAPPA, Coefficients, sde_able, transition_std
+from .plain import bools, ints, unique
 from .schedule import Schedule, window_start
 
 
@@ -59,7 +60,7 @@ class Plan:
     def depth(self) -> Int[Tensor, " nodes"]:
         """Steps taken on the node's own path."""
         depth = [0] * self.roots
-        for parent in self.parent.tolist():
+        for parent in ints(self.parent):
             depth.append(depth[parent] + 1)
         return torch.tensor(depth)
 
@@ -67,13 +68,13 @@ class Plan:
     def tree(self) -> Int[Tensor, " nodes"]:
         """Which tree each node stands in."""
         tree = list(range(self.roots))
-        for parent in self.parent.tolist():
+        for parent in ints(self.parent):
             tree.append(tree[parent])
         return torch.tensor(tree)
 
     @cached_property
     def number(self) -> Int[Tensor, " nodes"]:
-        """Each node's number within its own tree, breadth first: its address for the noise, whatever the other trees."""
+        """Each node's number within its own tree, breadth first: its address for the noise."""
         same = self.tree[:, None] == torch.arange(self.roots)
         return (same.cumsum(0) - 1).gather(1, self.tree[:, None]).squeeze(1)
 
@@ -89,9 +90,9 @@ class Plan:
         depth = self.depth[self.child]
         levels: list[Level] = []
         start = 0
-        for count in torch.bincount(depth, minlength=1)[1:].tolist():
+        for count in ints(torch.bincount(depth, minlength=1)[1:]):
             edges = slice(start, start + count)
-            parents, slot = self.parent[edges].unique(return_inverse=True)
+            parents, slot = unique(self.parent[edges])
             levels.append(Level(edges, parents, slot))
             start += count
         return levels
@@ -99,7 +100,7 @@ class Plan:
     @cached_property
     def trained_parents(self) -> Int[Tensor, " samples"]:
         """Nodes with a stochastic edge below them: the training samples, one forward + backward each."""
-        return self.parent[self.stochastic].unique()
+        return unique(self.parent[self.stochastic])[0]
 
     @property
     def forwards(self) -> int:
@@ -164,7 +165,7 @@ def grow(
 
 def leading_steps(schedule: Schedule, kernel: str, eta: float) -> int:
     """L: how many steps from the start may be stochastic without a gap."""
-    able = sde_able(schedule, kernel, eta).tolist()
+    able = bools(sde_able(schedule, kernel, eta))
     return able.index(False) if False in able else len(able)
 
 
@@ -175,7 +176,8 @@ def window_positions(schedule: Schedule, kernel: str, eta: float, w: int) -> int
         raise _no_stochastic_step(schedule, kernel, eta)
     if not 1 <= w <= length:
         problem = (
-            f"the window must fit the {length} steps of {len(schedule)} whose noise stays below the level they reach"
+            f"the window must lie in the first {length} of {len(schedule)} steps, whose noise stays below the level "
+            "they reach (a smaller kernel.eta or a larger sample.num_steps may give more)"
         )
         raise InputError("tree.w", w, problem, f"1..{length}")
     return length - w + 1
@@ -225,7 +227,7 @@ def flat(
 
     With `shared_noise` the group starts from one noise, so the first forward serves all of it.
     """
-    able = sde_able(schedule, kernel, eta, excess_noise).tolist()
+    able = bools(sde_able(schedule, kernel, eta, excess_noise))
     if not any(able):
         raise _no_stochastic_step(schedule, kernel, eta)
     arity = [1] * len(schedule)

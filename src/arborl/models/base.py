@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what all models share: conditioning batches, noise, schedule, reference policy."""
+"""What the engine asks of a model, and what all models share."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from . import lora
 
 @dataclass(frozen=True)
 class Cond:
-    """A batch of conditioning: named tensors whose first axis is the prompt. Gathered by index, one prompt many times."""
+    """A batch of conditioning: named tensors whose first axis is the prompt. Gathered by index."""
 
     tensors: dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Loading a pipeline prints pages that concern nobody: bars for parts of a few kilobytes, hints about other packages."""
+"""Loading a pipeline prints much that concerns nobody: bars for tiny parts, hints about other packages."""
 
 import sys
 from collections.abc import Iterator

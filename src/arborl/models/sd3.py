@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +30,20 @@ class SD3Model(Model):
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
-        self.pipe = load_pipeline(config.model.path, frozen_dtype(config, device)).to(device)
+        self.pipe: Any = load_pipeline(config.model.path, frozen_dtype(config, device)).to(device)
         self.pipe.set_progress_bar_config(disable=True)
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
             if part is not None:
                 part.eval().requires_grad_(False)
         self.module = self.pipe.transformer
+        shape = self.pipe.transformer.config
         resolution = config.sample.resolution
-        factor, patch = self.pipe.vae_scale_factor, self.module.config.patch_size
-        largest = self.module.config.pos_embed_max_size * patch * factor
+        factor, patch = self.pipe.vae_scale_factor, shape.patch_size
+        largest = shape.pos_embed_max_size * patch * factor
         if resolution % (factor * patch) or resolution > largest:
             problem = f"this model's pictures come in multiples of {factor * patch}"
             raise InputError("sample.resolution", resolution, problem, f"{factor * patch}..{largest}")
-        self.latent_shape = (self.module.config.in_channels, resolution // factor, resolution // factor)
+        self.latent_shape = (shape.in_channels, resolution // factor, resolution // factor)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -63,7 +65,7 @@ class SD3Model(Model):
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         try:
-            scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(config.model.path, subfolder="scheduler")
+            scheduler: Any = FlowMatchEulerDiscreteScheduler.from_pretrained(config.model.path, subfolder="scheduler")
         except OSError:
             raise InputError(
                 "model.path", config.model.path, "has no scheduler to read", "or sample.sigmas=shift"
@@ -95,8 +97,8 @@ class SD3Model(Model):
         return (pixels / 2 + 0.5).clamp(0, 1)
 
 
-def load_pipeline(path: str, dtype: torch.dtype):
-    """The pipeline of a folder or hub id, without the parts its index leaves empty; a clear line where it is missing."""
+def load_pipeline(path: str, dtype: torch.dtype) -> Any:
+    """The pipeline of a folder or hub id, without the parts its index leaves empty; a clear line if it is missing."""
     with quiet_libraries():
         from diffusers import StableDiffusion3Pipeline
     folder = Path(path)

@@ -1,0 +1,34 @@
+"""It learns: the reward rises on every seed, and the tree needs fewer model evaluations than flat GRPO."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arborl.config import load_config
+from arborl.train import train
+
+QUIET = ["log.record_every=0", "log.trackers=[]", "log.save_every=1000"]
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    """(model evaluations so far, held-out reward) at every evaluation; forwards and forward+backwards count 1."""
+    spent, points = 0, []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "eval/place" in row:
+            points.append((spent, row["eval/place"]))
+        if "forwards" in row:
+            spent = row["forwards"] + row["forward_backwards"]
+    return points
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tree_learns_and_reaches_flats_final_reward_with_fewer_evaluations(tmp_path: Path, seed: int):
+    common = [*QUIET, f"log.dir={tmp_path}", f"seed={seed}"]
+    tree = curve(train(load_config("tree", [*common, "train.epochs=75", "eval.every=5", "run_name=tree"])))
+    flat = curve(train(load_config("flat", [*common, "train.epochs=50", "run_name=flat"])))
+    assert tree[-1][1] - tree[0][1] > 0.5
+    assert flat[-1][1] - flat[0][1] > 0.3
+    reached = next(spent for spent, reward in tree if reward >= flat[-1][1])
+    assert reached < 0.6 * flat[-1][0]

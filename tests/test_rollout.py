@@ -1,0 +1,149 @@
+"""A batched rollout is the node-by-node one, whatever the batch, the company and the place of a prompt."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from arborl.core.kernels import KERNELS, Coefficients, transition
+from arborl.core.noise import Key, fold, normal
+from arborl.core.tree import Plan
+from arborl.models import Model
+from arborl.models.base import Cond
+from arborl.plan import make_plan
+from arborl.record import Record
+from arborl.rollout import rollout
+from conftest import make
+
+MIXTURE = ["sample.num_prompts=3", "sample.num_steps=6", "tree.w=2", "tree.k=3", "sample.num_trees=2"]
+
+
+def node_by_node(
+    model: Model, plan: Plan, cond: Cond, key: Key, prompt_ids: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One node at a time, one model call an edge, every address spelled out: slow and obvious."""
+    latents = torch.empty(len(cond), plan.nodes, *model.latent_shape)
+    density = torch.zeros(len(cond), plan.edges)
+    for p, prompt_id in enumerate(prompt_ids):
+        counter = [0] * plan.roots  # the next number in each tree
+        tree_of = list(range(plan.roots))
+        for root in range(plan.roots):
+            latents[p, root] = normal(key, torch.tensor([[prompt_id, root, 0]]), model.latent_shape)[0]
+        for edge, parent in enumerate(plan.parent.tolist()):
+            tree = tree_of[parent]
+            tree_of.append(tree)
+            counter[tree] += 1
+            step = int(plan.step[edge])
+            levels = [plan.schedule.sigma[step], plan.schedule.sigma_next[step], plan.eta[edge], plan.kappa[edge]]
+            x = latents[p, parent][None]
+            t = plan.schedule.timestep[step][None].float()
+            v = model.predict(x, t, cond[torch.tensor([p])])
+            gaussian = transition(x, v, Coefficients(*KERNELS[plan.kernel](*(level[None] for level in levels))))
+            address = torch.tensor([[prompt_id, tree, counter[tree]]])
+            child = gaussian.sample(normal(key, address, model.latent_shape))
+            latents[p, plan.roots + edge] = child[0]
+            density[p, edge] = gaussian.log_density(child)[0]
+    return latents, density
+
+
+def grown(overrides: list[str], prompts: list[str] | None = None, epoch: int = 1) -> tuple[Model, Record, Key]:
+    config, model = make(overrides)
+    plan = make_plan(config, model.schedule(config.sample.num_steps), epoch)
+    texts = prompts or ["a dot at the top left", "red house", "a dog"][: config.sample.num_prompts]
+    key = fold(config.seed, epoch)
+    return model, rollout(model, plan, model.encode(texts), key, torch.arange(len(texts)), config.sample), key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", ["flow_sde", "dance_sde", "cps"])
+def test_batched_equals_node_by_node_on_the_mixture(kernel: str):
+    model, record, key = grown([*MIXTURE, f"kernel.name={kernel}", "kernel.eta=0.4"])
+    latents, density = node_by_node(model, record.plan, record.cond, key, [0, 1, 2])
+    torch.testing.assert_close(record.latents, latents, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(record.log_density, density, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_batched_equals_node_by_node_on_sd3(sd3_overrides):
+    model, record, key = grown(
+        [*sd3_overrides, "sample.guidance_scale=3.0", "kernel.eta=0.4", "sample.num_steps=4", "tree.w=2"]
+    )
+    latents, density = node_by_node(model, record.plan, record.cond, key, [0, 1])
+    torch.testing.assert_close(record.latents, latents, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(record.log_density, density, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["sample.batch_size=1"],
+        ["sample.batch_size=5"],
+        ["sample.batch_size=7", "sample.pad_batches=true"],
+        ["sample.offload=true"],
+    ],
+)
+def test_micro_batches_padding_and_offloading_change_nothing_but_rounding(sd3_overrides, extra):
+    _, whole, _ = grown([*sd3_overrides, "sample.batch_size=64"])
+    _, split, _ = grown([*sd3_overrides, *extra])
+    torch.testing.assert_close(split.latents, whole.latents, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(split.log_density, whole.log_density, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompts_trees_do_not_depend_on_the_others():
+    config, model = make(MIXTURE)
+    plan = make_plan(config, model.schedule(6), 0)
+    texts = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left"]
+    key = fold(0, 0)
+    together = rollout(model, plan, model.encode(texts), key, torch.arange(3), config.sample)
+    for i, text in enumerate(texts):
+        alone = rollout(model, plan, model.encode([text]), key, torch.tensor([i]), config.sample)
+        torch.testing.assert_close(alone.latents[0], together.latents[i], rtol=1e-5, atol=1e-6)
+
+
+def test_a_tree_does_not_depend_on_how_many_there_are():
+    _, one, _ = grown([*MIXTURE, "sample.num_trees=1"])
+    _, two, _ = grown([*MIXTURE, "sample.num_trees=2"])
+    first = two.plan.tree == 0
+    torch.testing.assert_close(two.latents[:, first], one.latents, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(two.latents[:, ~first], one.latents)
+
+
+def test_siblings_differ_and_epochs_and_seeds_differ():
+    _, record, _ = grown(MIXTURE)
+    assert len(record.leaves[0].unique(dim=0)) == len(record.plan.leaves)
+    for other in (grown(MIXTURE, epoch=2)[1], grown([*MIXTURE, "seed=1"])[1]):
+        assert not torch.allclose(other.latents[:, 0], record.latents[:, 0])
+
+
+def test_ode_levels_share_no_noise_and_have_no_density():
+    _, record, _ = grown(MIXTURE)
+    assert (record.log_density[:, ~record.plan.stochastic] == 0).all()
+    assert (record.log_density[:, record.plan.stochastic] != 0).all()
+
+
+def test_the_first_prompts_clean_pictures():
+    config, model = make(MIXTURE)
+    plan = make_plan(config, model.schedule(6), 0)
+    record = rollout(
+        model, plan, model.encode(["a dot"]), fold(0, 0), torch.tensor([0]), config.sample, keep_clean=True
+    )
+    assert record.clean is not None
+    torch.testing.assert_close(record.clean[plan.leaves], record.leaves[0])
+    x, sigma = record.latents[0, :2], plan.schedule.sigma[:1].float()
+    v = model.predict(x, plan.timestep[:2].float(), record.cond[torch.tensor([0, 0])])
+    torch.testing.assert_close(record.clean[:2], x - sigma * v, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_draws_in_another_process():
+    """Nothing of the process (hash seed, global generators, threads) enters."""
+    program = (
+        "import torch; torch.manual_seed(9); torch.set_num_threads(1);"
+        "from arborl.core.noise import fold, normal;"
+        "print(normal(fold(5, 7), torch.tensor([[1, 2, 3]]), (4,)).tolist())"
+    )
+    outputs = {
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert outputs == {f"{normal(fold(5, 7), torch.tensor([[1, 2, 3]]), (4,)).tolist()}\n"}

@@ -1,0 +1,321 @@
+"""The update: ratio 1 at the first step, the reward's own gradient, no step where there is nothing to learn."""
+
+import copy
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arborl.checkpoint import Ema, State, trainable
+from arborl.core.advantage import advantages, backup
+from arborl.core.loss import clipped_surrogate
+from arborl.core.noise import fold
+from arborl.core.prune import trainable as trainable_edges
+from arborl.core.schedule import shifted
+from arborl.core.tree import grow
+from arborl.models import Model
+from arborl.plan import make_plan
+from arborl.record import Record
+from arborl.rewards.canary import place
+from arborl.rollout import rollout
+from arborl.update import Edges, Stats, _edges, _loss, _partition, update
+from conftest import make
+
+TEXTS = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left", "a dot at the bottom right"]
+
+
+class Bench:
+    """A model, its optimizer and one rollout, ready for an update."""
+
+    def __init__(self, overrides: list[str], epoch: int = 0, texts: list[str] = TEXTS) -> None:
+        self.config, self.model = make(overrides)
+        parameters = trainable(self.model.module)
+        train = self.config.train
+        optimizer = torch.optim.AdamW(list(parameters.values()), lr=train.learning_rate)
+        self.state = State(parameters, optimizer, Ema(parameters, train.ema_decay))
+        self.key = fold(self.config.seed, epoch)
+        self.accelerator = Accelerator(cpu=True)
+        self.texts, self.epoch = texts, epoch
+        self.record = self.rollout()
+
+    def rollout(self) -> Record:
+        plan = make_plan(self.config, self.model.schedule(self.config.sample.num_steps), self.epoch)
+        ids = torch.arange(len(self.texts))
+        return rollout(self.model, plan, self.model.encode(self.texts), self.key, ids, self.config.sample)
+
+    def advantage(self, scores: torch.Tensor | None = None) -> torch.Tensor:
+        if scores is None:
+            scores = torch.randn(len(self.texts), len(self.record.plan.leaves), generator=torch.manual_seed(0))
+        return advantages("tree", self.record.plan, scores, self.record.log_density, 5.0)
+
+    def update(self, advantage: torch.Tensor) -> Stats:
+        keep = trainable_edges(self.record.plan, advantage)
+        return update(self.model, self.state, self.accelerator, self.record, advantage, keep, self.config, self.key)
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten().clone() for p in self.state.parameters.values()])
+
+
+def wake(model: Model) -> None:
+    """Move trained weights off their no-op start, so that they matter."""
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in model.module.parameters() if p.requires_grad):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+
+
+MIXTURE = ["sample.num_prompts=4", "train.updates=1", "train.kl=0"]
+SETTINGS = {
+    "mixture": MIXTURE,
+    "mixture flat": [*MIXTURE, "algo=flat", "sample.group_size=4"],
+    "mixture cps": [*MIXTURE, "kernel.name=cps"],
+    "mixture dance": [*MIXTURE, "kernel.name=dance_sde", "kernel.eta=0.3"],
+}
+
+
+def first_ratio_error(bench: Bench) -> float:
+    wake(bench.model)
+    bench.record = bench.rollout()
+    return float(bench.update(bench.advantage()).ratio_error)
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ratio_is_exactly_one_with_equal_shapes_on_the_mixture(name: str, size: int):
+    batch = [f"sample.batch_size={size}", f"train.batch_size={size}", "sample.pad_batches=true"]
+    assert first_ratio_error(Bench([*SETTINGS[name], *batch])) == 0.0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("sizes", [(1024, 3), (5, 64), (1, 7)])
+def test_ratio_is_one_to_rounding_with_any_shapes_on_the_mixture(name: str, sizes: tuple[int, int]):
+    batch = [f"sample.batch_size={sizes[0]}", f"train.batch_size={sizes[1]}"]
+    assert first_ratio_error(Bench([*SETTINGS[name], *batch])) <= 1e-6
+
+
+SD3_TEXTS = ["a photo of a cat", "red house"]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("extra", [[], ["model.train=full"], ["sample.guidance_scale=3.0"]])
+def test_ratio_is_exactly_one_with_equal_shapes_on_sd3(sd3_overrides, size: int, extra: list[str]):
+    batch = [f"sample.batch_size={size}", f"train.batch_size={size}", "sample.pad_batches=true"]
+    assert first_ratio_error(Bench([*sd3_overrides, *extra, *batch], texts=SD3_TEXTS)) == 0.0
+
+
+@pytest.mark.parametrize("sizes", [(16, 3), (1, 8)])
+@pytest.mark.parametrize("extra", [[], ["model.train=full"], ["train.cfg_grad=cond", "sample.guidance_scale=3.0"]])
+def test_ratio_is_one_to_rounding_with_any_shapes_on_sd3(sd3_overrides, sizes: tuple[int, int], extra: list[str]):
+    batch = [f"sample.batch_size={sizes[0]}", f"train.batch_size={sizes[1]}"]
+    assert first_ratio_error(Bench([*sd3_overrides, *extra, *batch], texts=SD3_TEXTS)) <= 1e-6
+
+
+@pytest.mark.parametrize("value", [0.1, 0.0, 24.7])
+def test_equal_scores_leave_weights_and_optimizer_untouched(value: float):
+    bench = Bench(MIXTURE)
+    bench.update(bench.advantage())  # so that the optimizer has a state to lose
+    weights, optimizer = bench.weights(), copy.deepcopy(bench.state.optimizer.state_dict())
+    stats = bench.update(bench.advantage(torch.full((4, 16), value)))
+    assert (stats.steps, stats.skipped) == (0, 1)
+    assert torch.equal(bench.weights(), weights)
+    for mine, before in zip(
+        bench.state.optimizer.state_dict()["state"].values(), optimizer["state"].values(), strict=True
+    ):
+        assert all(torch.equal(mine[name], before[name]) for name in before)
+
+
+def test_with_kl_equal_scores_pull_back_to_the_base_model():
+    bench = Bench([*MIXTURE, "train.kl=1.0", "train.learning_rate=0.001"])
+    wake(bench.model)
+    divergence = []
+    for _ in range(30):
+        bench.record = bench.rollout()
+        stats = bench.update(bench.advantage(torch.zeros(4, 16)))
+        divergence.append(float(stats.sums["kl"] / stats.sums["edges"]))
+    assert stats.steps == 1
+    assert divergence[-1] < 0.5 * divergence[0]
+
+
+def test_masked_leaves_train_nothing_below_them():
+    bench = Bench(MIXTURE)
+    scores = torch.randn(4, 16)
+    scores[0] = math.nan
+    stats = bench.update(bench.advantage(scores))
+    assert int(stats.sums["edges"]) == 3 * 30
+    assert int(stats.sums["parents"]) == 3 * 15
+    assert math.isfinite(stats.grad_norm)
+
+
+def gradient(bench: Bench, advantage: torch.Tensor) -> torch.Tensor:
+    """What the optimizer is handed, by taking its step away."""
+    seen: list[torch.Tensor] = []
+    bench.state.optimizer.step = lambda *_, **__: seen.append(
+        torch.cat([p.grad.flatten().clone() for p in bench.state.parameters.values()])
+    )
+    bench.update(advantage)
+    return seen[0]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_the_micro_batch_size_does_not_change_the_gradient(size: int):
+    whole = Bench([*MIXTURE, "train.batch_size=1000", "train.kl=0.1"])
+    split = Bench([*MIXTURE, f"train.batch_size={size}", "train.kl=0.1"])
+    for bench in (whole, split):
+        wake(bench.model)
+    expected, found = gradient(whole, whole.advantage()), gradient(split, split.advantage())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("extra", [[], ["model.train=full", "sample.guidance_scale=3.0"]])
+def test_the_micro_batch_size_does_not_change_the_gradient_on_sd3(sd3_overrides, extra):
+    found = []
+    for size in (1, 5, 64):
+        bench = Bench([*sd3_overrides, *extra, f"train.batch_size={size}"], texts=SD3_TEXTS)
+        found.append(gradient(bench, bench.advantage()))
+    assert float(found[0].abs().max()) > 0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-3 * float(found[0].abs().max()))
+
+
+def test_one_forward_per_parent_equals_one_forward_per_edge():
+    bench = Bench(MIXTURE)
+    wake(bench.model)
+    advantage, plan = bench.advantage(), bench.record.plan
+    edges = _edges(plan, trainable_edges(plan, advantage))
+    calls: list[int] = []
+    predict = bench.model.predict
+    bench.model.predict = lambda x, t, cond: calls.append(len(x)) or predict(x, t, cond)
+    shared = _loss(bench.model, bench.record, advantage, edges, bench.config.train, Stats(), False)
+    assert calls == [4 * 15]
+    apart = sum(
+        _loss(
+            bench.model,
+            bench.record,
+            advantage,
+            Edges(edges.parents[r][None], p[None], e[None], torch.tensor([0])),
+            bench.config.train,
+            Stats(),
+            False,
+        )
+        for p, e, r in zip(edges.prompt, edges.edge, edges.row, strict=True)
+    )
+    assert len(calls) == 1 + 4 * 30
+    torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-4)
+
+
+def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
+    """Against finite differences of the mean reward, with the shift applied at the stochastic steps alone."""
+    prompts = 1500
+    for epoch in (0, 6):
+        bench = Bench(
+            ["tree.w=2", "sample.batch_size=100000", "train.batch_size=100000", "train.kl=0"],
+            epoch,
+            ["a dot at the top right"] * prompts,
+        )
+        model, plan = bench.model, bench.record.plan
+        with torch.no_grad():
+            model.module.out.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+        noisy = (plan.schedule.sigma[plan.step[plan.stochastic]].unique()).float()
+        forward = model.module.forward
+
+        def mean_reward(shift: torch.Tensor, bench=bench, forward=forward, noisy=noisy) -> torch.Tensor:
+            def moved(x, sigma, where):
+                touched = torch.isclose(sigma[:, None], noisy).any(1)
+                return forward(x, sigma, where) + (sigma * touched)[:, None] * shift
+
+            bench.model.module.forward = moved
+            bench.record = bench.rollout()
+            pictures = bench.model.decode(bench.record.leaves.flatten(0, 1))
+            return place(pictures, ["top right"] * len(pictures), {}).view(prompts, -1)
+
+        steps = torch.eye(2) * 0.05
+        numeric = torch.stack([(mean_reward(s).mean() - mean_reward(-s).mean()) / 0.1 for s in steps])
+        scores = mean_reward(torch.zeros(2))
+        model.module.forward = forward
+        advantage = backup(plan, scores - scores.mean())
+        estimate = torch.zeros(2)
+        for level in plan.levels:
+            only = torch.zeros(prompts, plan.edges, dtype=torch.bool)
+            only[:, level.edges] = plan.stochastic[level.edges]
+            if only.any():
+                edges = _edges(plan, only)
+                model.module.zero_grad()
+                (-_loss(model, bench.record, advantage, edges, bench.config.train, Stats(), False)).backward()
+                estimate += model.module.out.bias.grad * 2 / len(edges.edge)  # densities are means over 2 elements
+        assert float(torch.cosine_similarity(estimate, numeric, dim=0)) > 0.97
+        assert float(estimate.norm() / numeric.norm()) == pytest.approx(1, abs=0.25)
+
+
+@given(parts=st.integers(1, 9), prompts=st.integers(1, 6))
+def test_the_partition_is_even_and_complete(parts: int, prompts: int):
+    plan = grow(shifted(10, 3.0), "flow_sde", 1, [2] * 3 + [1] * 7, [0.7] * 3 + [0.0] * 7)
+    part_of = _partition(plan, prompts, parts, (1, 2))[:, plan.trained_parents]
+    sizes = torch.bincount(part_of.flatten(), minlength=parts)
+    assert int(sizes.sum()) == prompts * 7
+    assert int(sizes.max() - sizes.min()) <= 1
+
+
+def test_every_part_of_an_epoch_takes_its_own_step():
+    bench = Bench([*MIXTURE, "train.updates=4"])
+    stats = bench.update(bench.advantage())
+    assert stats.steps == 4
+    assert int(stats.sums["parents"]) == 60
+    assert float(stats.ratio_error) <= 1e-6  # of the first step only; later ones have moved
+    assert float(stats.sums["ratio"]) != 120
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped():
+    bench = Bench(MIXTURE)
+    weights = bench.weights()
+    bench.record.latents[0, -1] = math.inf
+    bench.record.latents[:, 1] = math.nan
+    stats = bench.update(bench.advantage())
+    assert (stats.steps, stats.skipped) == (0, 1)
+    assert torch.equal(bench.weights(), weights)
+
+
+def test_surrogate_by_hand():
+    new = torch.log(torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5], dtype=torch.float64)).requires_grad_()
+    advantage = torch.tensor([2.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    loss, seen = clipped_surrogate(new, torch.zeros(5).double(), advantage, 0.2)
+    assert float(loss.detach()) == pytest.approx(-2.0 - 1.2 - 0.5 + 1.5 + 0.8)
+    assert seen["clipped"].tolist() == [0, 1, 0, 0, 1]
+    loss.backward()
+    assert new.grad is not None
+    torch.testing.assert_close(new.grad, torch.tensor([-2.0, 0.0, -0.5, 1.5, 0.0]).double())
+    weighted, _ = clipped_surrogate(
+        new, torch.zeros(5).double(), advantage, 0.2, torch.tensor([0.5, 0, 0, 0, 0]).double()
+    )
+    assert float(weighted.detach()) == pytest.approx(-1.0)
+
+
+def test_lora_off_is_the_base_and_a_step_moves_lora_alone(sd3_overrides):
+    bench = Bench([*sd3_overrides, "train.kl=0.1"], texts=SD3_TEXTS)
+    module = bench.model.module
+    base = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
+    x, t = torch.randn(2, *bench.model.latent_shape), torch.tensor([900.0, 300.0])
+    with torch.no_grad():
+        before = bench.model.predict(x, t, bench.record.cond)
+        wake(bench.model)
+        assert not torch.equal(bench.model.predict(x, t, bench.record.cond), before)
+        with bench.model.reference():
+            assert torch.equal(bench.model.predict(x, t, bench.record.cond), before)
+    bench.record = bench.rollout()
+    weights = bench.weights()
+    bench.update(bench.advantage())
+    assert not torch.equal(bench.weights(), weights)
+    assert all(torch.equal(p, base[name]) for name, p in module.named_parameters() if not p.requires_grad)
+
+
+def test_ema_follows_and_steps_aside():
+    bench = Bench([*MIXTURE, "train.ema_decay=0.9"])
+    start = bench.weights()
+    bench.update(bench.advantage())
+    moved = bench.weights()
+    average = torch.cat([a.flatten() for a in bench.state.ema.average.values()])
+    torch.testing.assert_close(average, 0.9 * start + 0.1 * moved)
+    with bench.state.ema.applied():
+        assert torch.equal(bench.weights(), average)
+    assert torch.equal(bench.weights(), moved)
