@@ -14,11 +14,12 @@ from . import log
 from .checkpoint import Ema, State, latest, trainable
 from .config.schema import Config
 from .core.advantage import advantages
+from .core.errors import InputError
 from .core.noise import fold
 from .core.tree import Plan
 from .draw import draw_tree, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate, gather
-from .models import Model, load_model
+from .models import Model, load_model, model_class
 from .plan import check_plan, warnings_about
 from .prompts import Prompts, epoch_indices, load_prompts
 from .record import Record, RecordedTree, as_bytes
@@ -111,16 +112,14 @@ class Job:
     ) -> dict[str, float]:
         """Every number of an epoch, over all ranks; `docs/metrics.md` says what each means."""
         total = gather(scores.total.float(), self.accelerator)
-        spread = [row[~row.isnan()].std(correction=0) for row in total]
         values = {
             "reward": float(total.nanmean()),
-            "reward_std": float(torch.stack(spread).nanmean()),
+            "reward_std": float(_std(total).nanmean()),
             "reward_failed": float(total.isnan().sum()),
         }
         for name in scores.parts:
             part = gather(scores.parts[name], self.accelerator).flatten()
-            part = part[~part.isnan()]
-            values |= {f"rewards/{name}/mean": float(part.mean()), f"rewards/{name}/std": float(part.std(correction=0))}
+            values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
         size = gather(advantage[:, plan.stochastic].abs().float(), self.accelerator)
         values |= {"advantage_abs": float(size.nanmean()), "advantage_zero": float((size == 0).float().mean())}
         names = sorted(stats.sums)
@@ -168,42 +167,34 @@ class Job:
             self.save()
 
     def finish(self) -> None:
-        """The last evaluation, the last checkpoint, and what the run came to."""
+        """The last checkpoint, the last evaluation, and what the run came to."""
+        epochs, run = self.config.train.epochs, self.run
         self.save()
-        with self.run.stage("evaluate"):
-            after = self._evaluate(self.config.train.epochs)
-        self.run.log(self.config.train.epochs, after.metrics())
+        with run.stage("evaluate"):
+            after = self._evaluate(epochs)
+        run.log(epochs, after.metrics())
         if not self.accelerator.is_main_process:
             return
-        lines = (self.run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        logged = [json.loads(line) for line in lines]
-        before = {name: value for name, value in logged[0].items() if name.startswith("eval/")}
-        first = next(iter(self.rewards.functions))
+        rows = run.read_metrics()
+        reward = f"eval/{next(iter(self.rewards.functions))}"
+        before, after = rows[0], rows[-1]
         summary = {
-            "before": before,
-            "after": after.metrics(),
-            "heldout_before": before.get(f"eval/{first}"),
-            "heldout_after": after.mean[first],
-            "seconds": sum(line["step_time"] for line in logged),
-            "epochs": self.config.train.epochs,
+            "heldout_before": before.get(reward),
+            "heldout_before_stderr": before.get(f"{reward}_stderr"),
+            "heldout_after": after[reward],
+            "heldout_after_stderr": after[f"{reward}_stderr"],
+            "seconds": sum(row["step_time"] for row in rows),
+            "epochs": epochs,
             "forwards": self.state.forwards,
             "forward_backwards": self.state.forward_backwards,
         }
-        (self.run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        split = {
-            name[5:]: sum(line.get(name) or 0 for line in logged)
-            for name in {k for r in logged for k in r}
-            if name.startswith("time/")
-        }
-        self.run.say(
-            "seconds: " + ", ".join(f"{n} {s:.1f}" for n, s in sorted(split.items(), key=lambda item: -item[1]))
-        )
-        if before:
-            was, se = before[f"eval/{first}"], before[f"eval/{first}_stderr"]
-            self.run.say(
-                f"{first}: {was:.4f} ± {se:.4f} before, {after.mean[first]:.4f} ± {after.stderr[first]:.4f} after"
-            )
-        self.run.say(f"pictures, trees, metrics and checkpoints: {self.run.folder}")
+        (run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        split = sorted(log.seconds_by_stage(rows).items(), key=lambda item: -item[1])
+        run.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
+        numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
+        shown = ["no score" if number is None else f"{number:.4f}" for number in numbers]
+        run.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
+        run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 
 
 def prepare(config: Config, resume: Path | None = None) -> Job:
@@ -212,7 +203,10 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     checkpoint = latest(resume) if resume else None
     folder = resume or log.new_folder(config)
     trackers = log.trackers(config)
-    rewards = load_rewards(config.rewards, config.advantage.combine)
+    for path, key in ((config.prompts.path, "prompts.path"), (config.eval.prompts, "eval.prompts")):
+        if path:
+            load_prompts(path, key=key)  # a missing file should not wait for a model to load
+    rewards = weights_at_hand(config)
     accelerator = Accelerator(
         mixed_precision=precision(config),
         log_with=[*trackers] or None,
@@ -220,11 +214,9 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         # Buffers never change here, and a rank may be ahead of another inside a rollout.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
-    if config.prompts.path:
-        load_prompts(config.prompts.path)  # a missing file should not wait for a model to load
     model = load_model(config, accelerator.device)
     prompts = load_prompts(config.prompts.path, model.default_prompts)
-    held_out = load_prompts(config.eval.prompts, prompts.texts, "eval.prompts") if config.eval.prompts else prompts
+    held_out = load_prompts(config.eval.prompts) if config.eval.prompts else prompts
     probe(model, rewards, prompts)
     parameters = trainable(model.module)
     train = config.train
@@ -243,6 +235,28 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     for text in warnings_about(config):
         run.warn(text)
     return Job(config, accelerator, model, rewards, prompts, held_out, state, run)
+
+
+def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
+    """Population standard deviation over the last axis, of what is not NaN."""
+    return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
+
+
+def weights_at_hand(config: Config) -> Rewards:
+    """The rewards; one line names everything that is missing, rewards and model alike."""
+    problems: list[InputError] = []
+    rewards = None
+    try:
+        rewards = load_rewards(config.rewards, config.advantage.combine)
+    except InputError as error:
+        problems.append(error)
+    try:
+        model_class(config).check(config)
+    except InputError as error:
+        problems.append(error)
+    if rewards is None or problems:
+        raise problems[0] if len(problems) == 1 else InputError("missing", None, "; and ".join(map(str, problems)))
+    return rewards
 
 
 def precision(config: Config) -> str:

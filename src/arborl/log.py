@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import is_tensorboard_available
+from accelerate.tracking import get_available_trackers, is_tensorboard_available
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -61,6 +62,11 @@ class Run:
         self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
         return metrics
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
     def close(self) -> None:
         self.accelerator.end_training()
 
@@ -74,13 +80,20 @@ class Run:
         """A resumed run repeats the epochs after its checkpoint: what was logged of them goes."""
         path = self.folder / "metrics.jsonl"
         if path.is_file():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["epoch"] < epoch]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
+            aside = path.with_suffix(".tmp")
+            aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            aside.replace(path)
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """JSON has no NaN: a number that is none is null."""
     return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+
+
+def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Where the time went, over all logged epochs."""
+    return {name: sum(row.get(f"time/{name}") or 0.0 for row in rows) for name in STAGES}
 
 
 def new_folder(config: Config) -> Path:
@@ -101,8 +114,11 @@ def trackers(config: Config) -> list[str]:
     """The trackers to start; a named one that is not installed is an error, `auto` takes what is there."""
     if config.log.trackers == ["auto"]:
         return ["tensorboard"] if is_tensorboard_available() else []
-    if "tensorboard" in config.log.trackers and not is_tensorboard_available():
-        raise InputError("log.trackers", "tensorboard", "is not installed", "pip install 'arborl[tensorboard]', or []")
+    installed = [str(tracker.value) for tracker in get_available_trackers()]
+    for name in config.log.trackers:
+        if name not in installed:
+            fix = ", ".join(installed) or "pip install 'arborl[tensorboard]'"
+            raise InputError("log.trackers", name, "is not installed", f"auto, [], or of {fix}")
     return list(config.log.trackers)
 
 

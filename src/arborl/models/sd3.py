@@ -45,6 +45,10 @@ class SD3Model(Model):
             raise InputError("sample.resolution", resolution, problem, f"{factor * patch}..{largest}")
         self.latent_shape = (shape.in_channels, resolution // factor, resolution // factor)
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        locate(config.model.path)
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
         text, negative, pooled, negative_pooled = self.pipe.encode_prompt(
@@ -97,31 +101,47 @@ class SD3Model(Model):
         return (pixels / 2 + 0.5).clamp(0, 1)
 
 
-def load_pipeline(path: str, dtype: torch.dtype) -> Any:
-    """The pipeline of a folder or hub id, without the parts its index leaves empty; a clear line if it is missing."""
-    with quiet_libraries():
-        from diffusers import StableDiffusion3Pipeline
-    folder = Path(path)
+def locate(path: str) -> dict[str, None]:
+    """Check that a pipeline is where `path` says, before anything heavy; returns the parts its index leaves empty."""
     if not path:
         raise InputError("model.path", None, "is not set", "a folder with a diffusers pipeline, or a hub id")
-    absent: dict[str, None] = {}
-    if folder.is_dir():
-        index = folder / "model_index.json"
-        if not index.is_file():
-            raise InputError("model.path", path, "the folder holds no diffusers pipeline (no model_index.json)")
-        parts = json.loads(index.read_text())
-        if parts.get("_class_name") != "StableDiffusion3Pipeline":
-            problem = f"the folder holds a {parts.get('_class_name')}"
-            raise InputError("model.path", path, problem, "StableDiffusion3Pipeline")
-        absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if parts.get(name, [None])[0] is None}
-    elif folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
-        raise InputError("model.path", path, "there is no such folder")
-    try:
-        with quiet_libraries():
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+            raise InputError("model.path", path, "there is no such folder")
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(path, "model_index.json"), str):
+            raise _missing(path)
+        return {}
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise InputError("model.path", path, "the folder holds no diffusers pipeline (no model_index.json)")
+    parts = json.loads(index.read_text(encoding="utf-8"))
+    if parts.get("_class_name") != "StableDiffusion3Pipeline":
+        raise InputError(
+            "model.path", path, f"the folder holds a {parts.get('_class_name')}", "StableDiffusion3Pipeline"
+        )
+    return {name: None for name in ("text_encoder_3", "tokenizer_3") if parts.get(name, [None])[0] is None}
+
+
+def load_pipeline(path: str, dtype: torch.dtype) -> Any:
+    """The pipeline of a folder or hub id; a clear line if weights are missing."""
+    absent = locate(path)
+    with quiet_libraries():
+        from diffusers import StableDiffusion3Pipeline
+
+        try:
             # The VAE stays in float32: half precision leaves bands in pictures, and rewards see them.
             precision = {"default": dtype, "vae": torch.float32}
             return StableDiffusion3Pipeline.from_pretrained(path, dtype=precision, **absent)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        problem = f"the weights are missing, here and on the hub ({reason})"
-        raise InputError("model.path", path, problem, "a folder made with save_pretrained or `hf download`") from None
+        except OSError as error:
+            if Path(path).is_dir():
+                raise InputError("model.path", path, f"is incomplete ({str(error).splitlines()[0]})") from None
+            raise _missing(path) from None
+
+
+def _missing(path: str) -> InputError:
+    problem = "these weights are not here: no such folder, not in the hub's cache, and the hub cannot be reached"
+    fix = f"a folder made with `hf download {path} --local-dir FOLDER` (gated models: `hf auth login` first)"
+    return InputError("model.path", path, problem, fix)
