@@ -3,5 +3,6 @@ class InputError(ValueError):
 
     def __init__(self, key: str, value: object, problem: str, allowed: str | None = None) -> None:
         shown = key if value is None else f"{key}={value}"
-        super().__init__(f"{shown}: {problem}" + (f"; allowed: {allowed}" if allowed else ""))
+        text = f"{shown}: {problem}" + (f"; allowed: {allowed}" if allowed else "")
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
         self.key = key

@@ -78,8 +78,8 @@ class Model(ABC):
         """The table by the pipeline's own scheduler, for families that bring one."""
         raise InputError("sample.sigmas", config.sample.sigmas, "this model brings no scheduler", "shift")
 
-    @classmethod
-    def check(cls, config: Config) -> None:  # noqa: B027 (most families have nothing to check)
+    @classmethod  # noqa: B027 (most families have nothing to check)
+    def check(cls, config: Config) -> None:
         """Raise an `InputError` for what can be known to be missing or wrong before weights are loaded."""
 
     def schedule(self, steps: int) -> Schedule:

@@ -1,0 +1,54 @@
+"""docs/config.md, written from the schema: `python -m arborl.config.reference > docs/config.md`."""
+
+import dataclasses
+from typing import Any
+
+from . import groups, knobs, load_config, options, presets
+from .schema import MISSING
+
+
+def reference() -> str:
+    """Every knob with its default, what it takes and its sentence; presets and groups."""
+    lines = [
+        "# Every setting",
+        "",
+        "Written from the schema by `python -m arborl.config.reference > docs/config.md`; a test keeps them the same.",
+        "Give settings as `key=value`. The defaults are the schema's; presets and groups put others in their place.",
+        "",
+        f"- Presets (`--config-name`): {', '.join(f'`{name}`' for name in presets())}, or a yaml file of your own.",
+    ]
+    lines += [f"- `{group}=`: {', '.join(f'`{name}`' for name in options(group))}." for group in groups()]
+    section = None
+    for key, item in knobs():
+        name = key.rsplit(".", 1)[0] if "." in key else "general"
+        if name != section:
+            section = name
+            lines += ["", f"## {section}", "", "| key | default | takes | |", "|---|---|---|---|"]
+        lines.append(f"| `{key}` | {_default(item)} | {_takes(item)} | {item.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(item: dataclasses.Field[Any]) -> str:
+    value = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # pyright: ignore
+    if value == MISSING:
+        return "required"
+    if value == "":
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`".replace("'", "")
+
+
+def _takes(item: dataclasses.Field[Any]) -> str:
+    meta = item.metadata
+    if meta["choices"]:
+        return ", ".join(f"`{choice}`" for choice in meta["choices"])
+    kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
+    words = [kinds.get(item.type, "list")]  # pyright: ignore[reportArgumentType]
+    words += [f"above {meta['above']}"] if meta["above"] is not None else []
+    words += [f"{meta['low']} or more"] if meta["low"] is not None else []
+    words += [f"at most {meta['high']}"] if meta["high"] is not None else []
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    load_config()  # a schema that does not compose is not worth a page
+    print(reference(), end="")

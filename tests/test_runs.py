@@ -1,0 +1,113 @@
+"""Whole runs in real processes: interrupted and resumed equals uninterrupted, two processes equal one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+MIXTURE = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=8", "log.record_every=0", "train.ema_decay=0.9"]
+
+
+def arborl(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "arborl", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, **options)
+
+
+def last_checkpoint(run: Path) -> Path:
+    return sorted((run / "checkpoints").glob("epoch_*"))[-1]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, averages, optimizer and metrics, bit for bit; times aside."""
+    a, b = last_checkpoint(one), last_checkpoint(other)
+    assert a.name == b.name
+    for name in ("weights.safetensors", "ema.safetensors"):
+        if (a / name).exists():
+            mine, theirs = load_file(a / name), load_file(b / name)
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+    states = [torch.load(path / "optimizer.pt", weights_only=True)["state"] for path in (a, b)]
+    assert states[0].keys() == states[1].keys()
+    for index, state in states[0].items():
+        assert all(torch.equal(value, states[1][index][key]) for key, value in state.items())
+    assert timeless(one) == timeless(other)
+
+
+def timeless(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "step_time"} for row in rows]
+
+
+def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, sd3_overrides):
+    for name, overrides in {"mixture": MIXTURE, "lora": [*sd3_overrides, "train.epochs=4", "log.save_every=2"]}.items():
+        epochs = int(next(o for o in overrides if o.startswith("train.epochs")).split("=")[1])
+        assert arborl("train", *overrides, f"run_name={name}-whole", cwd=tmp_path).returncode == 0
+        half = [*overrides, f"train.epochs={epochs // 2}", f"run_name={name}-parts"]
+        assert arborl("train", *half, cwd=tmp_path).returncode == 0
+        # A run that ended evaluates at its end; the epochs it goes on with write that line anew.
+        done = arborl("train", "--resume", f"runs/{name}-parts", f"train.epochs={epochs}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert_same_run(tmp_path / "runs" / f"{name}-whole", tmp_path / "runs" / f"{name}-parts")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_path: Path, number: signal.Signals):
+    settings = [*MIXTURE, "train.epochs=60", "log.save_every=1000"]
+    assert arborl("train", *settings, "run_name=whole", cwd=tmp_path).returncode == 0
+    command = [sys.executable, "-m", "arborl", "train", *settings, "run_name=cut"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    log, deadline = tmp_path / "runs" / "cut" / "metrics.jsonl", time.monotonic() + 60
+    while not (log.exists() and log.read_text().count("\n") >= 5):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "arborl train --resume runs/cut" in errors
+    assert "Traceback" not in errors
+    done = arborl("train", "--resume", "runs/cut", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "cut")
+
+
+def launch(processes: int, *arguments: str, cwd: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+    launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(ROOT / "train.py"), *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_process_equals_two(tmp_path: Path):
+    settings = ["train.epochs=4", "log.record_every=0", "eval.num_prompts=9", "train.batch_size=16", "train.updates=3"]
+    launch(1, *settings, "sample.num_prompts=4", "run_name=one", cwd=tmp_path)
+    launch(2, *settings, "sample.num_prompts=2", "run_name=two", cwd=tmp_path)
+    one, two = (load_file(last_checkpoint(tmp_path / "runs" / r) / "weights.safetensors") for r in ("one", "two"))
+    for name, weights in one.items():
+        torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(timeless(tmp_path / "runs" / "one"), timeless(tmp_path / "runs" / "two"), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert theirs[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path):
+    assert arborl("train", *MIXTURE, "train.epochs=1", "run_name=x", cwd=tmp_path).returncode == 0
+    weights = last_checkpoint(tmp_path / "runs" / "x") / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100])
+    (weights.parent / "ema.safetensors").unlink()
+    done = arborl("eval", "--run", "runs/x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "cannot be read" in done.stderr
