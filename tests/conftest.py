@@ -21,14 +21,14 @@ import torch  # noqa: E402
 from arborl.config import load_config  # noqa: E402
 from arborl.config.schema import Config  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
-from tiny import tiny_sd3  # noqa: E402
+from bench.pipelines import save_tiny_sd3  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
 def sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_sd3(tmp_path_factory.mktemp("sd3") / "pipeline")
+    return save_tiny_sd3(tmp_path_factory.mktemp("sd3") / "pipeline")
 
 
 @pytest.fixture(scope="session")

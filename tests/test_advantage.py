@@ -11,6 +11,7 @@ from arborl.core.advantage import advantages, backup, combine, zscore
 from arborl.core.prune import trainable
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
+
 from test_counts import random_plan
 
 SCORES = st.floats(-50, 50, allow_nan=False, width=32)

@@ -10,6 +10,7 @@ from arborl.models.mixture import PIXELS, PLACES, SPREAD, WEIGHTS, Mixture
 from arborl.rewards.canary import place
 from arborl.rollout import rollout
 from bench.marginals import marginals
+
 from conftest import make
 
 MEANS = torch.tensor(list(PLACES.values()))

@@ -14,6 +14,7 @@ from arborl.models.base import Cond
 from arborl.plan import make_plan
 from arborl.record import Record
 from arborl.rollout import rollout
+
 from conftest import make
 
 MIXTURE = ["sample.num_prompts=3", "sample.num_steps=6", "tree.w=2", "tree.k=3", "sample.num_trees=2"]

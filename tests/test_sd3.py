@@ -10,6 +10,7 @@ from arborl.evaluate import EVALUATION, generate
 from arborl.models import load_model, model_class
 from arborl.models.sd3 import SD3Model
 from arborl.prompts import Prompts
+
 from conftest import CPU, make
 
 TEXTS = ["a photo of a cat", "red house", "a dog"]

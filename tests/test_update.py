@@ -22,6 +22,7 @@ from arborl.record import Record
 from arborl.rewards.canary import place
 from arborl.rollout import rollout
 from arborl.update import Edges, Stats, _edges, _loss, _partition, update
+
 from conftest import make
 
 TEXTS = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left", "a dot at the bottom right"]

@@ -1,0 +1,96 @@
+"""One epoch at SD3.5-medium's true size with random weights, on a GPU: `python -m bench.sd35 [key=value ...]`.
+
+Checks what must hold on a GPU in bf16 (the CPU's noise, first-update ratio), then prints seconds and memory.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from arborl.config import load_config
+from arborl.core.noise import fold, normal
+from arborl.train import train
+
+from .pipelines import SD35_MEDIUM, sd3_pipeline
+
+PROMPTS = ["a photo of a cat", "red house", "a dog", "blue house"]
+
+
+def check_noise() -> None:
+    address = torch.tensor([[n % 5, n // 5 % 3, n // 15] for n in range(64)])
+    here, there = normal(fold(0, 1), address, (16, 64, 64)), normal(fold(0, 1), address.cuda(), (16, 64, 64)).cpu()
+    off = (here - there).abs()
+    print(f"noise on the GPU against the CPU: largest difference {float(off.max()):.1e}, "
+          f"elements that differ {int((off > 0).sum())} of {off.numel()}")  # fmt: skip
+    big = torch.stack([torch.arange(128), torch.zeros(128, dtype=torch.long), torch.arange(128)], 1).cuda()
+    normal(fold(0, 1), big, (16, 64, 64))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    normal(fold(0, 1), big, (16, 64, 64))
+    torch.cuda.synchronize()
+    print(f"noise of 128 latents: {1e3 * (time.perf_counter() - start):.1f} ms")
+
+
+def epoch(folder: Path, name: str, *overrides: str) -> None:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    common = [
+        "model=sd3",
+        "model.path=random/weights",
+        "rewards=brightness",
+        f"prompts.path={prompts}",
+        f"log.dir={folder}",
+    ]
+    common += [
+        "sample.num_prompts=8",
+        "eval.num_prompts=1",
+        "log.trackers=[]",
+        "log.record_every=0",
+        "log.save_every=100",
+    ]
+    common += ["train.epochs=3", "tree.s=2", f"run_name={name}", "model.max_sequence_length=77"]
+    config = load_config("tree", [*common, *overrides])
+
+    def build(path: str, dtype: torch.dtype) -> object:
+        pipe = sd3_pipeline(SD35_MEDIUM, device="cuda")
+        for part in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
+            part.to(dtype)
+        return pipe
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with patch("arborl.models.sd3.load_pipeline", build), patch("arborl.models.sd3.locate", lambda path: {}):
+        run = train(config)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    row = rows[1]
+    stages = " ".join(f"{stage} {row[f'time/{stage}']:.2f}" for stage in ("rollout", "score", "advantage", "update"))
+    errors = " ".join(f"{r['ratio_error']:.1e}" for r in rows[:3])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    print(
+        f"{name}: seconds {stages}; ratio off by {errors}; peak {peak:.1f} GiB; reward {row['reward']:.4f}", flush=True
+    )
+
+
+def main() -> None:
+    check_noise()
+    with tempfile.TemporaryDirectory() as folder:
+        same = ["sample.batch_size=16", "train.batch_size=16"]
+        cases = {
+            "lora": same,
+            "lora-padded": [*same, "sample.pad_batches=true"],
+            "lora-other-shapes": ["sample.batch_size=32", "train.batch_size=8"],
+            "full": [*same, "model.train=full"],
+            "lora-cfg": [*same, "sample.guidance_scale=4.5"],
+            "lora-float32": [*same, "model.dtype=float32", "train.mixed_precision=no", "sample.num_prompts=2"],
+        }
+        for name, overrides in cases.items():
+            epoch(Path(folder), name, *overrides, *sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
