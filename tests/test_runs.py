@@ -111,3 +111,67 @@ def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path):
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "cannot be read" in done.stderr
+
+
+def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, monkeypatch, capsys):
+    """The run-time check of the first update's ratio: quiet when all is well, one clear line when it is not."""
+    import arborl.train as loop
+    from arborl.config import load_config
+
+    settings = [
+        "train.epochs=2",
+        "sample.num_prompts=2",
+        "eval.num_prompts=2",
+        "log.record_every=0",
+        f"log.dir={tmp_path}",
+    ]
+    loop.train(load_config("tree", settings))
+    assert "ratio" not in capsys.readouterr().err
+    honest = loop.update
+
+    def meddled(model, *rest):
+        with torch.no_grad():
+            model.module.out.bias += 0.01
+        return honest(model, *rest)
+
+    monkeypatch.setattr(loop, "update", meddled)
+    run = loop.train(load_config("tree", settings))
+    messages = capsys.readouterr().err
+    assert messages.count("the first update's ratio is off by") == 1
+    assert timeless(run)[0]["ratio_error"] > 1e-4
+
+
+def test_training_twice_in_one_process_with_different_precisions(tmp_path: Path, capsys):
+    from arborl.config import load_config
+    from arborl.train import train
+
+    settings = [
+        "train.epochs=1",
+        "sample.num_prompts=2",
+        "eval.num_prompts=2",
+        "log.record_every=0",
+        f"log.dir={tmp_path}",
+    ]
+    for number, precision in enumerate(("no", "bf16", "no"), 1):
+        assert train(load_config("tree", [*settings, f"train.mixed_precision={precision}"])).name == f"tree-{number}"
+
+
+@pytest.mark.parametrize(
+    "shapes", [["sample.batch_size=8", "sample.pad_batches=true"], ["sample.batch_size=16", "train.batch_size=3"]]
+)
+def test_the_ratio_in_bf16(tmp_path: Path, sd3_overrides, shapes: list[str], capsys):
+    """Exact with equal shapes also in bf16; else within the bound that the run-time check allows."""
+    from arborl.config import load_config
+    from arborl.train import train
+
+    settings = [
+        *sd3_overrides,
+        "train.epochs=3",
+        "log.record_every=0",
+        f"log.dir={tmp_path}",
+        "train.learning_rate=0.01",
+    ]
+    run = train(load_config("tree", [*settings, "train.mixed_precision=bf16", *shapes]))
+    errors = [row["ratio_error"] for row in timeless(run)[:3]]
+    assert max(errors) <= (0.0 if "sample.pad_batches=true" in shapes else 1e-4)
+    assert "ratio is off" not in capsys.readouterr().err
