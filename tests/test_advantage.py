@@ -7,13 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.core.advantage import advantages, backup, combine, zscore
-from arborl.core.prune import trainable
+from arborl.core.advantage import advantages, back_up, combine, zscore
+from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
 
 from test_counts import random_plan
 
+DEFAULTS = {"temperature": 1.0, "backup": "softmax"}
 SCORES = st.floats(-50, 50, allow_nan=False, width=32)
 
 
@@ -44,8 +45,8 @@ def test_backup_is_the_naive_recursion(data: st.DataObject, temperature: float, 
     leaves, edges = len(plan.leaves), plan.edges
     scores = torch.tensor(data.draw(st.lists(values, min_size=2 * leaves, max_size=2 * leaves))).view(2, leaves)
     density = torch.tensor(data.draw(st.lists(st.floats(-5, 5), min_size=2 * edges, max_size=2 * edges))).view(2, edges)
-    found = advantages("tree", plan, scores, density, 1e9, temperature=temperature, weights="softmax")
-    even = advantages("tree", plan, scores, density, 1e9, temperature=temperature, weights="mean")
+    found = advantages("tree", plan, scores, density, 1e9, temperature=temperature, backup="softmax")
+    even = advantages("tree", plan, scores, density, 1e9, temperature=temperature, backup="mean")
     for row in range(2):
         z = zscore(scores[row]).tolist()
         expected = torch.tensor(naive_backup(plan, z, (density[row].double() / temperature).tolist())).double()
@@ -61,7 +62,7 @@ def test_a_tree_worked_by_hand():
     density = torch.tensor([[0.0, 0.0, 0.0, log3, log3, 0.0, 0, 0, 0, 0]])  # weights 1:3 and 3:1 at the second split
     z = [(s - 3) / math.sqrt(3.5) for s in (1.0, 2.0, 3.0, 6.0)]
     expected = [(z[0] + 3 * z[1]) / 4, (3 * z[2] + z[3]) / 4, *z, *z]
-    found = advantages("tree", plan, scores, density, 5.0, temperature=1.0, weights="softmax")
+    found = advantages("tree", plan, scores, density, 5.0, temperature=1.0, backup="softmax")
     torch.testing.assert_close(found[0], torch.tensor(expected).double())
 
 
@@ -70,8 +71,8 @@ def test_branching_at_the_root_alone_is_flat_grpo(data: st.DataObject, k: int):
     scores = torch.tensor([data.draw(st.lists(SCORES, min_size=k, max_size=k))]).double()
     rooted = grow(shifted(3, 3.0), "flow_sde", 1, [k, 1, 1], [0.5, 0.0, 0.0])
     flat = grow(shifted(3, 3.0), "flow_sde", k, [1, 1, 1], [0.5, 0.5, 0.0])
-    by_tree = advantages("tree", rooted, scores, torch.randn(1, rooted.edges), 5.0)
-    by_flat = advantages("flat", flat, scores, torch.randn(1, flat.edges), 5.0)
+    by_tree = advantages("tree", rooted, scores, torch.randn(1, rooted.edges), 5.0, **DEFAULTS)
+    by_flat = advantages("flat", flat, scores, torch.randn(1, flat.edges), 5.0, **DEFAULTS)
     grpo = (scores - scores.mean()) / scores.std(correction=0) if scores.std(correction=0) > 1e-6 else scores * 0
     torch.testing.assert_close(by_tree[:, :k], grpo)
     torch.testing.assert_close(by_tree, by_flat)
@@ -81,7 +82,7 @@ def test_branching_at_the_root_alone_is_flat_grpo(data: st.DataObject, k: int):
 @pytest.mark.parametrize("name", ["tree", "flat"])
 def test_equal_scores_give_zero_also_where_float32_sums_are_not_exact(name: str, value: float):
     plan = grow(shifted(4, 3.0), "flow_sde", 2, [3, 3, 1, 1], [0.5, 0.5, 0.0, 0.0])
-    found = advantages(name, plan, torch.full((2, 18), value), torch.randn(2, plan.edges), 5.0)
+    found = advantages(name, plan, torch.full((2, 18), value), torch.randn(2, plan.edges), 5.0, **DEFAULTS)
     assert (found == 0).all()
 
 
@@ -100,7 +101,7 @@ class TestMaskedLeaves:
     density = torch.zeros(1, 10)
 
     def advantage(self, scores: list[float]) -> torch.Tensor:
-        return advantages("tree", self.plan, torch.tensor([scores]), self.density, 5.0)[0]
+        return advantages("tree", self.plan, torch.tensor([scores]), self.density, 5.0, **DEFAULTS)[0]
 
     def test_they_take_no_part_in_the_statistics(self):
         found = self.advantage([1.0, math.nan, 3.0, 5.0])
@@ -113,13 +114,13 @@ class TestMaskedLeaves:
 
     def test_an_edge_without_a_scored_leaf_below_it_is_not_trained(self):
         found = self.advantage([math.nan, math.nan, 3.0, 5.0])
-        keep = trainable(self.plan, found[None])[0]
+        keep = prune(self.plan, found[None])[0]
         assert keep.tolist() == [False, True, False, False, True, True, False, False, False, False]
 
     def test_no_score_at_all_trains_nothing(self):
         found = self.advantage([math.nan] * 4)
         assert found.isnan().all()
-        assert not trainable(self.plan, found[None]).any()
+        assert not prune(self.plan, found[None]).any()
 
     def test_a_single_score_has_nothing_to_compare_with(self):
         assert self.advantage([math.nan, math.nan, math.nan, 5.0]).nan_to_num().abs().sum() == 0
@@ -157,6 +158,6 @@ def test_advantages_are_clamped():
 def test_backup_keeps_the_range_of_the_leaves():
     plan = grow(shifted(4, 3.0), "flow_sde", 1, [3, 2, 2, 1], [0.5] * 3 + [0.0])
     values = torch.randn(5, len(plan.leaves))
-    found = backup(plan, values, torch.randn(5, plan.edges))
+    found = back_up(plan, values, torch.randn(5, plan.edges))
     assert (found.amax(1) <= values.amax(1) + 1e-6).all()
     assert (found.amin(1) >= values.amin(1) - 1e-6).all()

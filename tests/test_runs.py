@@ -12,6 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import arborl.train as loop
+from arborl.config import load_config, read_config
+from arborl.train import train
+
 ROOT = Path(__file__).parent.parent
 MIXTURE = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=8", "log.record_every=0", "train.ema_decay=0.9"]
 
@@ -46,16 +50,15 @@ def timeless(run: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "step_time"} for row in rows]
 
 
-def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, sd3_overrides):
-    for name, overrides in {"mixture": MIXTURE, "lora": [*sd3_overrides, "train.epochs=4", "log.save_every=2"]}.items():
-        epochs = int(next(o for o in overrides if o.startswith("train.epochs")).split("=")[1])
-        assert arborl("train", *overrides, f"run_name={name}-whole", cwd=tmp_path).returncode == 0
-        half = [*overrides, f"train.epochs={epochs // 2}", f"run_name={name}-parts"]
-        assert arborl("train", *half, cwd=tmp_path).returncode == 0
-        # A run that ended evaluates at its end; the epochs it goes on with write that line anew.
-        done = arborl("train", "--resume", f"runs/{name}-parts", f"train.epochs={epochs}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert_same_run(tmp_path / "runs" / f"{name}-whole", tmp_path / "runs" / f"{name}-parts")
+@pytest.mark.parametrize("kind", ["mixture", "lora", "full"])
+def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, sd3_overrides, kind: str):
+    overrides = MIXTURE if kind == "mixture" else [*sd3_overrides, f"model.train={kind}", "log.save_every=2"]
+    overrides = [*overrides, "train.epochs=4", f"log.dir={tmp_path}"]
+    whole = train(load_config("tree", [*overrides, "run_name=whole"]))
+    parts = train(load_config("tree", [*overrides, "run_name=parts", "train.epochs=2"]))
+    # A run that ended has evaluated at its end; the epochs it goes on with write that line anew.
+    assert train(read_config(parts / "config.yaml", ["train.epochs=4"]), resume=parts) == parts
+    assert_same_run(whole, parts)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -115,9 +118,6 @@ def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path):
 
 def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, monkeypatch, capsys):
     """The run-time check of the first update's ratio: quiet when all is well, one clear line when it is not."""
-    import arborl.train as loop
-    from arborl.config import load_config
-
     settings = [
         "train.epochs=2",
         "sample.num_prompts=2",
@@ -142,9 +142,6 @@ def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, 
 
 
 def test_training_twice_in_one_process_with_different_precisions(tmp_path: Path, capsys):
-    from arborl.config import load_config
-    from arborl.train import train
-
     settings = [
         "train.epochs=1",
         "sample.num_prompts=2",
@@ -161,9 +158,6 @@ def test_training_twice_in_one_process_with_different_precisions(tmp_path: Path,
 )
 def test_the_ratio_in_bf16(tmp_path: Path, sd3_overrides, shapes: list[str], capsys):
     """Exact with equal shapes also in bf16; else within the bound that the run-time check allows."""
-    from arborl.config import load_config
-    from arborl.train import train
-
     settings = [
         *sd3_overrides,
         "train.epochs=3",

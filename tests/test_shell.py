@@ -13,9 +13,11 @@ from PIL import Image
 from arborl.batches import batches
 from arborl.config import groups, knobs, load_config, options, presets, read_config, save_config
 from arborl.config.schema import RewardConfig
+from arborl.core.advantage import ADVANTAGES
 from arborl.core.errors import InputError
+from arborl.core.kernels import KERNELS
 from arborl.core.schedule import shifted
-from arborl.core.tree import grow
+from arborl.core.tree import PLANS, grow
 from arborl.draw import draw_tree, leaf_order, sheet, sketch
 from arborl.plan import plans_of_a_run
 from arborl.prompts import Prompts, epoch_indices, load_prompts
@@ -54,6 +56,12 @@ class TestConfiguration:
     def test_every_knob_has_a_sentence(self):
         for key, item in knobs():
             assert item.metadata["help"].endswith("."), key
+
+    def test_the_choices_are_what_the_core_has(self):
+        choices = {key: item.metadata["choices"] for key, item in knobs()}
+        assert choices["tree.plan"] == tuple(PLANS)
+        assert choices["advantage.name"] == tuple(ADVANTAGES)
+        assert {*choices["kernel.name"]} == {"auto", *KERNELS} - {"ode"}
 
     def test_the_reference_page_lists_every_knob_as_it_is(self):
         from arborl.config.reference import reference

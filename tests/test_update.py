@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.checkpoint import Ema, State, trainable
-from arborl.core.advantage import advantages, backup
+from arborl.core.advantage import advantages, back_up
 from arborl.core.loss import clipped_surrogate
 from arborl.core.noise import fold
-from arborl.core.prune import trainable as trainable_edges
+from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
 from arborl.models import Model
@@ -50,10 +50,12 @@ class Bench:
     def advantage(self, scores: torch.Tensor | None = None) -> torch.Tensor:
         if scores is None:
             scores = torch.randn(len(self.texts), len(self.record.plan.leaves), generator=torch.manual_seed(0))
-        return advantages("tree", self.record.plan, scores, self.record.log_density, 5.0)
+        return advantages(
+            "tree", self.record.plan, scores, self.record.log_density, 5.0, temperature=1.0, backup="softmax"
+        )
 
     def update(self, advantage: torch.Tensor) -> Stats:
-        keep = trainable_edges(self.record.plan, advantage)
+        keep = prune(self.record.plan, advantage)
         return update(self.model, self.state, self.accelerator, self.record, advantage, keep, self.config, self.key)
 
     def weights(self) -> torch.Tensor:
@@ -184,7 +186,7 @@ def test_one_forward_per_parent_equals_one_forward_per_edge():
     bench = Bench(MIXTURE)
     wake(bench.model)
     advantage, plan = bench.advantage(), bench.record.plan
-    edges = _edges(plan, trainable_edges(plan, advantage))
+    edges = _edges(plan, prune(plan, advantage))
     calls: list[int] = []
     predict = bench.model.predict
     bench.model.predict = lambda x, t, cond: calls.append(len(x)) or predict(x, t, cond)
@@ -235,7 +237,7 @@ def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
         numeric = torch.stack([(mean_reward(s).mean() - mean_reward(-s).mean()) / 0.1 for s in steps])
         scores = mean_reward(torch.zeros(2))
         model.module.forward = forward
-        advantage = backup(plan, scores - scores.mean())
+        advantage = back_up(plan, scores - scores.mean())
         estimate = torch.zeros(2)
         for level in plan.levels:
             only = torch.zeros(prompts, plan.edges, dtype=torch.bool)

@@ -100,10 +100,14 @@ def evaluate(
 def generate(
     model: Model, prompts: Prompts, ids: Int[Tensor, " prompts"], config: Config
 ) -> Float[Tensor, "prompts 1 *latent"]:
-    """One latent a prompt by the ODE, from noise that depends on (seed, id) alone."""
+    """One latent a prompt by the ODE, from noise that depends on (seed, id) alone; a batch of prompts at a time."""
     plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
     key = fold(config.seed, EVALUATION)
-    return rollout(model, plan, model.encode(prompts.texts), key, ids, config.sample).leaves
+    leaves: list[Tensor] = []
+    for batch in batches(len(prompts), config.sample.batch_size):
+        cond = model.encode(prompts.take(batch.rows.tolist()).texts)
+        leaves.append(rollout(model, plan, cond, key, ids[batch.rows], config.sample).leaves)
+    return torch.cat(leaves)
 
 
 def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:

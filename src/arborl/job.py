@@ -56,9 +56,8 @@ class Job:
         return decode_and_score(self.model, self.rewards, record.leaves, prompts, size)[0]
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
-        config = self.config.advantage
-        knobs = {"temperature": config.temperature, "weights": config.backup} if config.name == "tree" else {}
-        density = record.log_density.cpu()
+        config, density = self.config.advantage, record.log_density.cpu()
+        knobs = {"temperature": config.temperature, "backup": config.backup}
         return advantages(config.name, plan, scores.total, density, self.config.train.adv_clip, **knobs)
 
     def records(self, epoch: int) -> bool:

@@ -20,14 +20,20 @@ def kernel_of(config: Config) -> str:
 
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     """The trees of one prompt at an epoch."""
-    shape, sample = config.tree, config.sample
-    knobs: dict[str, Any] = {"eta": config.kernel.eta, "max_leaves": shape.max_leaves}
-    if shape.plan == "tree":
-        knobs |= {"k": shape.k, "w": shape.w, "s": shape.s, "tou": shape.tou, "num_trees": sample.num_trees}
-    elif shape.plan == "flat":
-        knobs |= {"group_size": sample.group_size, "shared_noise": sample.shared_noise}
-        knobs |= {"excess_noise": config.kernel.excess_noise}
-    return PLANS[shape.plan](schedule, kernel_of(config), epoch, **knobs)
+    tree, sample, kernel = config.tree, config.sample, config.kernel
+    knobs = {
+        "eta": kernel.eta,
+        "excess_noise": kernel.excess_noise,
+        "k": tree.k,
+        "w": tree.w,
+        "s": tree.s,
+        "tou": tree.tou,
+        "max_leaves": tree.max_leaves,
+        "num_trees": sample.num_trees,
+        "group_size": sample.group_size,
+        "shared_noise": sample.shared_noise,
+    }
+    return PLANS[tree.plan](schedule, kernel_of(config), epoch, **knobs)
 
 
 def check_plan(config: Config) -> None:
@@ -55,18 +61,13 @@ def warnings_about(config: Config) -> list[str]:
 
 
 def plans_of_a_run(config: Config) -> list[tuple[int, Plan]]:
-    """(window start, plan) for every place the window takes, in order of its first visit; flat plans have one."""
+    """(first stochastic step, plan) for every place a window takes, in order of its first visit."""
     schedule = model_class(config).grid(config, config.sample.num_steps)
-    if config.tree.plan != "tree":
-        return [(0, make_plan(config, schedule, 0))]
-    first = make_plan(config, schedule, 0)
-    positions = trees.window_positions(schedule, first.kernel, config.kernel.eta, config.tree.w)
     found: dict[int, Plan] = {}
-    for visit in range(positions):
-        epoch = visit * config.tree.tou
-        start = trees.window_start(epoch, config.tree.s, config.tree.tou, positions)
-        if start not in found:
-            found[start] = make_plan(config, schedule, epoch)
+    # A window has fewer places than there are steps, and comes back to its first one within as many moves.
+    for move in range(len(schedule)):
+        plan = make_plan(config, schedule, move * config.tree.tou)
+        found.setdefault(int(plan.step[plan.stochastic].min()), plan)
     return list(found.items())
 
 

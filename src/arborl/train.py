@@ -4,7 +4,7 @@ from pathlib import Path
 
 from .config.schema import Config
 from .core.noise import fold
-from .core.prune import trainable
+from .core.prune import prune
 from .job import prepare
 from .log import Bar, Interrupts
 from .plan import make_plan
@@ -34,7 +34,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     scores = job.score(record, prompts)
                 with run.stage("advantage"):
                     advantage = job.advantage(plan, scores, record)
-                    keep = trainable(plan, advantage)
+                    keep = prune(plan, advantage)
                 with run.stage("record"):
                     job.keep_tree_if_due(epoch, prompts, record, scores, advantage, keep)
                 # Weights, averages, counters and metrics move on together or not at all.

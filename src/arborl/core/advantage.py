@@ -39,7 +39,7 @@ def combine(
     return torch.stack([weights[name] * values for name, values in terms.items()]).sum(0)
 
 
-def backup(
+def back_up(
     plan: Plan,
     leaf_values: Float[Tensor, "prompts leaves"],
     logits: Float[Tensor, "prompts edges"] | None = None,
@@ -70,22 +70,26 @@ def tree(
     scores: Float[Tensor, "prompts leaves"],
     log_density: Float[Tensor, "prompts edges"],
     *,
-    temperature: float = 1.0,
-    weights: str = "softmax",
+    temperature: float,
+    backup: str,
+    **_: object,
 ) -> Float[Tensor, "prompts edges"]:
     """TreeGRPO: z-score over all leaves of the prompt, carried up by softmax(log π_old / temperature) or evenly."""
-    return backup(plan, zscore(scores), log_density / temperature if weights == "softmax" else None)
+    return back_up(plan, zscore(scores), log_density / temperature if backup == "softmax" else None)
 
 
 def flat(
-    plan: Plan, scores: Float[Tensor, "prompts leaves"], log_density: Float[Tensor, "prompts edges"]
+    plan: Plan,
+    scores: Float[Tensor, "prompts leaves"],
+    log_density: Float[Tensor, "prompts edges"],
+    **_: object,
 ) -> Float[Tensor, "prompts edges"]:
     """GRPO: the leaf's z-score on every edge of its path (where paths are shared, the mean of theirs)."""
-    return backup(plan, zscore(scores))
+    return back_up(plan, zscore(scores))
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {"tree": tree, "flat": flat}
-"""An advantage is a function (plan, scores, log_density, its own knobs) and a line here."""
+"""An advantage is a function (plan, scores, log_density, the knobs it wants by name) and a line here."""
 
 
 def advantages(

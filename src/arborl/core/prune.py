@@ -6,6 +6,6 @@ from torch import Tensor
 from .tree import Plan
 
 
-def trainable(plan: Plan, advantage: Float[Tensor, "prompts edges"]) -> Bool[Tensor, "prompts edges"]:
-    """Edges that can be trained at all: drawn from a density, with a scored leaf somewhere below them."""
+def prune(plan: Plan, advantage: Float[Tensor, "prompts edges"]) -> Bool[Tensor, "prompts edges"]:
+    """The edges that stay in the loss: drawn from a density, with a scored leaf somewhere below them."""
     return plan.stochastic.to(advantage.device) & ~advantage.isnan()

@@ -204,6 +204,7 @@ def tree(
     tou: int,
     num_trees: int,
     max_leaves: int,
+    **_: object,
 ) -> Plan:
     """TreeGRPO (arXiv 2512.08153): k stochastic children at each of the w steps of a moving window, ODE elsewhere."""
     start = window_start(epoch, s, tou, window_positions(schedule, kernel, eta, w))
@@ -222,6 +223,7 @@ def flat(
     shared_noise: bool,
     excess_noise: bool,
     max_leaves: int,
+    **_: object,
 ) -> Plan:
     """Flow-GRPO, DanceGRPO, DDPO: `group_size` separate trajectories, stochastic wherever a step may be.
 
@@ -243,4 +245,4 @@ def deterministic(schedule: Schedule, kernel: str = "ode") -> Plan:
 
 
 PLANS: dict[str, Callable[..., Plan]] = {"tree": tree, "flat": flat}
-"""A plan is a function (schedule, kernel, epoch, its own knobs) and a line here."""
+"""A plan is a function (schedule, kernel, epoch, the knobs it wants by name) and a line here."""
