@@ -1,4 +1,4 @@
-"""One epoch at SD3.5-medium's true size with random weights, on a GPU: `python -m bench.sd35 [key=value ...]`.
+"""One epoch at SD3.5-medium's true size with random weights, on a GPU: `python -m bench.sd35 [case ...]`.
 
 Checks what must hold on a GPU in bf16 (the CPU's noise, first-update ratio), then prints seconds and memory.
 """
@@ -79,17 +79,17 @@ def epoch(folder: Path, name: str, *overrides: str) -> None:
 def main() -> None:
     check_noise()
     with tempfile.TemporaryDirectory() as folder:
-        same = ["sample.batch_size=16", "train.batch_size=16"]
+        same, other = ([f"sample.batch_size={s}", f"train.batch_size={t}"] for s, t in ((16, 16), (32, 8)))
         cases = {
             "lora": same,
             "lora-padded": [*same, "sample.pad_batches=true"],
-            "lora-other-shapes": ["sample.batch_size=32", "train.batch_size=8"],
+            "lora-other-shapes": other,
             "full": [*same, "model.train=full"],
             "lora-cfg": [*same, "sample.guidance_scale=4.5"],
-            "lora-float32": [*same, "model.dtype=float32", "train.mixed_precision=no", "sample.num_prompts=2"],
+            "lora-float32": [*other, "model.dtype=float32", "train.mixed_precision=no", "sample.num_prompts=2"],
         }
-        for name, overrides in cases.items():
-            epoch(Path(folder), name, *overrides, *sys.argv[1:])
+        for name in sys.argv[1:] or cases:
+            epoch(Path(folder), name, *cases[name])
 
 
 if __name__ == "__main__":

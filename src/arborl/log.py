@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -177,6 +178,9 @@ class Interrupts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python hands signals to the main thread alone; elsewhere whoever runs us deals with them
+            return
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -46,7 +46,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     bar.advance(run.log(epoch, job.metrics(plan, scores, advantage, stats) | evaluation))
                 with run.stage("checkpoint"):
                     job.save_if_due()
-            job.finish()
+        job.finish()
     except KeyboardInterrupt:
         job.save()
         run.say(f"stopped after {state.epoch} epochs; to go on: arborl train --resume {run.folder}")
