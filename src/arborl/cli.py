@@ -3,10 +3,11 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -15,53 +16,41 @@ from .config import load_config, presets, read_config
 from .config.schema import Config
 from .core.errors import InputError
 
-app = typer.Typer(
-    name="arborl",
-    help="Reinforcement learning on denoising trees, for diffusion and flow models.",
-    epilog="Every setting is a KEY=VALUE; docs/config.md lists them. Begin with: arborl plan, then arborl train",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 out = Console(highlight=False)
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings, such as tree.w=4 or model=sd3.", show_default=False),
-]
-ConfigName = Annotated[
-    str, typer.Option("--config-name", "-c", help=f"Preset ({', '.join(presets())}) or a yaml file of your own.")
-]
-RunFolder = Annotated[
-    Path | None, typer.Option("--run", help="Use this run's settings and its newest weights.", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every setting is a KEY=VALUE; docs/config.md lists them. Begin with `arborl plan`, then `arborl train`.",
+)
+@click.version_option(__version__, prog_name="arborl")
+def app() -> None:
+    """Reinforcement learning on denoising trees, for diffusion and flow models."""
 
 
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(f"arborl {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+config_option = click.option(
+    "--config-name",
+    "-c",
+    default="tree",
+    show_default=True,
+    metavar="NAME",
+    help=f"Preset ({', '.join(presets())}) or a yaml file of your own.",
+)
+run_option = click.option(
+    "--run", type=click.Path(path_type=Path), help="Use this run's settings and its newest weights."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
 
 
 @app.command()
-def train(
-    overrides: Overrides = None,
-    config_name: ConfigName = "tree",
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run from its newest checkpoint.", show_default=False)
-    ] = None,
-) -> None:
-    """Post-train a model. Writes metrics, pictures, trees and checkpoints to runs/<run_name>.
+@overrides_argument
+@config_option
+@click.option("--resume", type=click.Path(path_type=Path), help="Go on with this run from its newest checkpoint.")
+def train(overrides: tuple[str, ...], config_name: str, resume: Path | None) -> None:
+    """Post-train a model.
+
+    Writes metrics, pictures, trees and checkpoints to runs/<run_name>. Interrupt it at any time: it says how to go on.
 
     Example: arborl train tree.w=3 tree.k=3 train.epochs=200 run_name=wide
     """
@@ -70,38 +59,51 @@ def train(
     try:
         run_training(_config_of(resume, config_name, overrides, fixed=FIXED_ON_RESUME), resume)
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        sys.exit(130)
 
 
 @app.command()
-def plan(overrides: Overrides = None, config_name: ConfigName = "tree", as_json: AsJson = False) -> None:
-    """Show the tree at every place of its window, and what an epoch costs, before anything is loaded.
+@overrides_argument
+@config_option
+@json_option
+def plan(overrides: tuple[str, ...], config_name: str, as_json: bool) -> None:
+    """Show a plan's trees and what an epoch costs.
 
-    Example: arborl plan tree.w=4 tree.k=2 sample.num_prompts=2 sample.num_steps=10
+    Draws the tree at every place of its window and counts model calls, beside flat GRPO with as many images. Loads no
+    weights.
+
+    Example: arborl plan tree.w=3 tree.k=3 sample.num_steps=20
     """
     from .plan import forecast, warnings_about
 
-    config = load_config(config_name, overrides or [])
+    config = load_config(config_name, overrides)
     found = forecast(config)
     if as_json:
-        typer.echo(json.dumps(found))
+        click.echo(json.dumps(found))
         return
     _print_plan(config, found)
     for text in warnings_about(config):
-        typer.echo(f"warning: {text}", err=True)
+        click.echo(f"warning: {text}", err=True)
 
 
 @app.command()
-def sample(
-    overrides: Overrides = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given again.", show_default=False)
-    ] = None,
-    to: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures.")] = Path("samples"),
-    run: RunFolder = None,
-    config_name: ConfigName = "tree",
-) -> None:
-    """Make one picture a prompt, from a model or from a run's newest weights; seed=N chooses the noise.
+@overrides_argument
+@click.option("--prompt", "-p", multiple=True, help="A prompt; may be given again. Without one: prompts.path.")
+@click.option(
+    "--out",
+    "-o",
+    "to",
+    type=click.Path(path_type=Path),
+    default="samples",
+    show_default=True,
+    help="Folder to write to.",
+)
+@run_option
+@config_option
+def sample(overrides: tuple[str, ...], prompt: tuple[str, ...], to: Path, run: Path | None, config_name: str) -> None:
+    """Make one picture a prompt.
+
+    From the configured model, or from a run's newest weights. seed=N chooses the noise.
 
     Example: arborl sample -p "a dot at the top left" --run runs/tree-1 --out pictures
     """
@@ -115,11 +117,10 @@ def sample(
 
     config = _config_of(run, config_name, overrides)
     model = _load(config, run)
-    prompts = Prompts(prompt, {}) if prompt else load_prompts(config.prompts.path, model.default_prompts)
-    size, pictures = config.sample.decode_batch_size, []
-    with out.status(f"{len(prompts)} pictures"):
+    prompts = Prompts([*prompt], {}) if prompt else load_prompts(config.prompts.path, model.default_prompts)
+    with Console(stderr=True).status(f"{len(prompts)} pictures"):
         leaves = generate(model, prompts, torch.arange(len(prompts)), config)[:, 0]
-        pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(size)])
+        pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
     to.mkdir(parents=True, exist_ok=True)
     for i, picture in enumerate(pictures):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(to / f"{i:05d}.png")
@@ -128,10 +129,14 @@ def sample(
 
 
 @app.command("eval")
-def evaluate_command(
-    overrides: Overrides = None, run: RunFolder = None, config_name: ConfigName = "tree", as_json: AsJson = False
-) -> None:
-    """Score a model, or a run's newest weights, on eval.prompts: mean ± standard error per reward.
+@overrides_argument
+@run_option
+@config_option
+@json_option
+def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: str, as_json: bool) -> None:
+    """Score a model on eval.prompts: mean ± standard error per reward.
+
+    The configured model, or a run's newest weights (their average, where one is kept).
 
     Example: arborl eval --run runs/tree-1 eval.num_prompts=512
     """
@@ -142,13 +147,15 @@ def evaluate_command(
     config = _config_of(run, config_name, overrides)
     rewards = load_rewards(config.rewards, config.advantage.combine)
     model = _load(config, run)
-    training = load_prompts(config.prompts.path, model.default_prompts)
-    prompts = load_prompts(config.eval.prompts, key="eval.prompts") if config.eval.prompts else training
+    if config.eval.prompts:
+        prompts = load_prompts(config.eval.prompts, key="eval.prompts")
+    else:
+        prompts = load_prompts(config.prompts.path, model.default_prompts)
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
     if as_json:
         scores = {name: {"mean": found.mean[name], "stderr": found.stderr[name]} for name in found.mean}
-        typer.echo(json.dumps({"prompts": found.prompts, "failed": found.failed, "rewards": scores}))
+        click.echo(json.dumps({"prompts": found.prompts, "failed": found.failed, "rewards": scores}))
         return
     table = Table(
         "reward", "mean", "± standard error", title=f"{found.prompts} prompts, {found.failed} without a score"
@@ -161,18 +168,18 @@ def evaluate_command(
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
 
 
-def _config_of(run: Path | None, name: str, overrides: list[str] | None, fixed: tuple[str, ...] = ()) -> Config:
+def _config_of(run: Path | None, name: str, overrides: Sequence[str], fixed: tuple[str, ...] = ()) -> Config:
     """The configuration of a run, or of a preset, with overrides."""
     if run is None:
-        return load_config(name, overrides or [])
+        return load_config(name, overrides)
     from .checkpoint import latest
 
     latest(run)  # says what is wrong with the folder, if anything is
-    for text in overrides or []:
+    for text in overrides:
         if text.lstrip("+~").startswith(fixed or ("\0",)):
             key, _, value = text.partition("=")
             raise InputError(key, value, "cannot change when a run goes on", "the value it was started with")
-    return read_config(run / "config.yaml", overrides or [])
+    return read_config(run / "config.yaml", overrides)
 
 
 def _load(config: Config, run: Path | None) -> Any:
@@ -229,5 +236,5 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments, prog_name="arborl")
     except InputError as error:
         if speaks:
-            typer.echo(f"error: {error}", err=True)
+            click.echo(f"error: {error}", err=True)
         sys.exit(2)
