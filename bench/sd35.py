@@ -56,15 +56,16 @@ def epoch(folder: Path, name: str, *overrides: str) -> None:
     common += ["train.epochs=3", "tree.s=2", f"run_name={name}", "model.max_sequence_length=77"]
     config = load_config("tree", [*common, *overrides])
 
-    def build(path: str, dtype: torch.dtype) -> object:
+    def build(path: str, dtype: dict[str, torch.dtype]) -> object:
         pipe = sd3_pipeline(SD35_MEDIUM, device="cuda")
-        for part in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
-            part.to(dtype)
+        pipe.transformer.to(dtype["transformer"])
+        for encoder in (pipe.text_encoder, pipe.text_encoder_2):
+            encoder.to(dtype["default"])
         return pipe
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with patch("arborl.models.sd3.load_pipeline", build), patch("arborl.models.sd3.locate", lambda path: {}):
+    with patch("arborl.models.sd3.load_pipeline", build), patch("arborl.models.sd3.locate", lambda path, may_fetch: {}):
         run = train(config)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     row = rows[1]

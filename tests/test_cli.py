@@ -65,6 +65,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"\n')
     (tmp_path / "not_a_pipeline").mkdir()
     (tmp_path / "other_pipeline").mkdir()
+    (tmp_path / "bad_index").mkdir()
+    (tmp_path / "bad_index" / "model_index.json").write_text("{")
     (tmp_path / "other_pipeline" / "model_index.json").write_text('{"_class_name": "CogVideoXPipeline"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -122,6 +124,21 @@ BAD = {
     "no function named": ([*OWN, "rewards.x.weight=2"], ["rewards.x.fn", "is not set"]),
     "weights of zero": ([*OWN, "rewards.x.fn=brightness", "rewards.x.weight=0"], ["weight"]),
     "a reward to delete that is not there": (["~rewards.nose"], ["rewards.nose", "place"]),
+    "a reward without its arguments": (
+        [*OWN, "rewards.x.fn=json:dumps"],
+        ["rewards.x.fn", "(images, prompts, columns)"],
+    ),
+    "half a name": ([*OWN, "rewards.x.fn=:f"], ["rewards.x.fn=:f", "package.module:name"]),
+    "two unknown rewards": (
+        [*OWN, "rewards.a.fn=nose", "rewards.b.fn=mouth"],
+        ["rewards.a.fn=nose", "rewards.b.fn=mouth"],
+    ),
+    "a moment of one": (["train.beta1=1"], ["train.beta1=1", "below 1"]),
+    "a seed beyond all": (["seed=99999999999999999999"], ["seed"]),
+    "an index that is not json": (["model=sd3", "model.path=bad_index"], ["bad_index", "model_index.json"]),
+    "a text where a list is meant": (["log.trackers=tensorboard"], ["log.trackers=tensorboard", "[a,b]"]),
+    "runs in an impossible place": (["log.dir=/proc/nowhere"], ["log.dir=/proc/nowhere"]),
+    "lora that matches in part": (["model.train=lora", "model.lora.targets=[hidden,nose]"], ["['nose']", "hidden"]),
     "a name that leaves the folder": (["run_name=../x"], ["run_name=../x", "letters"]),
     "a tracker that is not there": (["log.trackers=[nose]"], ["log.trackers=nose", "tensorboard"]),
 }
@@ -185,7 +202,7 @@ def test_a_run_folder_holds_everything(here, capsys):
     rows = metrics(run)
     assert [row["epoch"] for row in rows] == [0, 1, 2]
     assert rows[0]["ratio_error"] <= 1e-6
-    assert rows[1]["forwards"] == rows[0]["forwards"] + 2 * 96
+    assert rows[1]["forwards"] == rows[0]["forwards"] + 2 * 96 + 30, "the reference's forwards count too"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_before"] == rows[0]["eval/place"]
     assert summary["heldout_after"] == rows[2]["eval/place"]
@@ -258,6 +275,58 @@ def test_what_a_resumed_run_may_not_change(here, capsys):
     assert "seed=3" in capsys.readouterr().err
 
 
+def test_going_on_where_one_cannot(here, capsys):
+    run_ok("train", *SHORT)
+    for extra, words in {
+        ("train.epochs=1",): ["train.epochs=1", "2 or more"],
+        ("--config-name", "flat"): ["--config-name=flat"],
+    }.items():
+        before = (here / "runs" / "x" / "metrics.jsonl").read_bytes()
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", "--resume", "runs/x", *extra])
+        assert stopped.value.code == 2
+        message = capsys.readouterr().err
+        assert all(word in message for word in words)
+        assert (here / "runs" / "x" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_may_change_when_a_run_goes_on(here, capsys):
+    """A new learning rate takes effect; an average may begin; a run that died before a checkpoint begins anew."""
+    import torch
+
+    run_ok("train", *SHORT)
+    for name, change in {"a": [], "b": ["train.learning_rate=0.5"], "c": ["train.ema_decay=0.5"]}.items():
+        shutil.copytree("runs/x", f"runs/{name}")
+        run_ok("train", "--resume", f"runs/{name}", "train.epochs=3", *change)
+
+    def weights(name):
+        return (here / "runs" / name / "checkpoints" / "epoch_000003" / "weights.safetensors").read_bytes()
+
+    assert weights("a") != weights("b")
+    assert weights("a") == weights("c")
+    assert (here / "runs" / "c" / "checkpoints" / "epoch_000003" / "ema.safetensors").is_file()
+    optimizer = torch.load(here / "runs/b/checkpoints/epoch_000003/optimizer.pt", weights_only=True)
+    assert optimizer["param_groups"][0]["lr"] == 0.5
+    shutil.rmtree("runs/a/checkpoints")
+    with (here / "runs" / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "rew')  # as a kill leaves it
+    run_ok("train", "--resume", "runs/a")
+    assert weights("a") == weights("c")
+    assert [row["epoch"] for row in metrics(here / "runs" / "a")] == [0, 1, 2, 3]
+
+
+def test_yaml_files_of_ones_own(here, capsys):
+    (here / "broken.yaml").write_text("tree: [")
+    (here / "bare.yaml").write_text("tree: {w: 2}\nmodel: {family: mixture}\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--config-name", "broken.yaml"])
+    assert stopped.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    run_ok("plan", "--config-name", "bare.yaml", "--json")
+    assert json.loads(capsys.readouterr().out)["images"] == 16
+
+
 def test_help_and_plan_read_well(capsys):
     for command in ([], ["train"], ["plan"], ["sample"], ["eval"]):
         with pytest.raises(SystemExit):
@@ -272,13 +341,14 @@ def test_help_and_plan_read_well(capsys):
 
 def test_the_treegrpo_command_as_its_readme_writes_it(here, capsys):
     """Accepted as it stands; what it lacks here is said plainly, all of it, in one line."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "hub")}
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_HOME": str(here / "hub")}
     command = [sys.executable, str(ROOT / "train.py"), *README_COMMAND]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "HPS_v2.1_compressed.pt" in done.stderr
     assert "stable-diffusion-3.5-medium" in done.stderr
+    assert "prompts.path" in done.stderr
     assert not (here / "runs").exists()
 
 

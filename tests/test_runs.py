@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import arborl.job as job_module
 import arborl.train as loop
 from arborl.config import load_config, read_config
+from arborl.log import claim_folder
 from arborl.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -82,11 +84,15 @@ def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_p
     assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "cut")
 
 
-def launch(processes: int, *arguments: str, cwd: Path) -> None:
+def launcher(processes: int, *arguments: str) -> tuple[list[str], dict[str, str]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
     launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(ROOT / "train.py"), *arguments]
+    return [*launcher, str(ROOT / "train.py"), *arguments], environment
+
+
+def launch(processes: int, *arguments: str, cwd: Path) -> None:
+    command, environment = launcher(processes, *arguments)
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
 
@@ -102,6 +108,112 @@ def test_one_process_equals_two(tmp_path: Path):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
             assert theirs[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+ONE_RANK_FAILS = """
+import os
+import torch
+
+def nan(images, prompts, columns):
+    scores = images.flatten(1).mean(1)
+    return scores if os.environ.get("RANK") == "0" else torch.full_like(scores, torch.nan)
+
+def infinite(images, prompts, columns):
+    infinite.calls = getattr(infinite, "calls", 0) + 1
+    scores = images.flatten(1).mean(1)
+    return scores / 0 if os.environ.get("RANK") == "1" and infinite.calls > 3 else scores
+"""
+
+
+def test_a_rank_without_a_single_score_hangs_nobody(tmp_path: Path):
+    (tmp_path / "faulty.py").write_text(ONE_RANK_FAILS)
+    settings = ["train.epochs=2", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    launch(2, *settings, "rewards=none", "rewards.r.fn=faulty:nan", cwd=tmp_path)
+    row = timeless(tmp_path / "runs" / "x")[0]
+    assert (row["reward_failed"], row["steps"], row["parents"]) == (32, 2, 30)
+
+
+def test_a_mistake_that_one_rank_alone_meets_is_told(tmp_path: Path):
+    (tmp_path / "faulty.py").write_text(ONE_RANK_FAILS)
+    settings = ["train.epochs=5", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    command, environment = launcher(2, *settings, "rewards=none", "rewards.r.fn=faulty:infinite")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode != 0
+    assert "error on rank 1: rewards.r.fn: returned an infinite score" in done.stderr
+
+
+def test_ctrl_c_on_two_processes_leaves_a_checkpoint(tmp_path: Path):
+    """The terminal signals the launcher and both ranks, and the launcher its ranks again; they leave together."""
+    settings = ["train.epochs=5000", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    command, environment = launcher(2, *settings, "log.save_every=100000")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)
+    log, deadline = tmp_path / "runs" / "x" / "metrics.jsonl", time.monotonic() + 60
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "To go on: arborl train --resume runs/x" in errors, errors
+    saved = int(last_checkpoint(tmp_path / "runs" / "x").name.removeprefix("epoch_"))
+    assert saved >= 3
+    assert len(timeless(tmp_path / "runs" / "x")) == saved
+
+
+def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch, capsys):
+    """Interrupted in the middle of an update, twice: what is saved is the epoch before, untouched."""
+    settings = [*MIXTURE, "train.epochs=4", "log.save_every=1", f"log.dir={tmp_path}"]
+    whole = train(load_config("tree", [*settings, "run_name=whole"]))
+    honest, calls = torch.optim.AdamW.step, []
+
+    def impatient(self, *rest, **named):
+        result = honest(self, *rest, **named)
+        calls.append(1)
+        if len(calls) == 5:  # the first of epoch 2's two steps
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config("tree", [*settings, "run_name=cut"]))
+    assert "2 epochs saved" in capsys.readouterr().err
+    monkeypatch.undo()
+    cut = tmp_path / "cut"
+    train(read_config(cut / "config.yaml"), resume=cut)
+    assert_same_run(whole, cut)
+
+
+def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, monkeypatch):
+    settings = [*MIXTURE, "train.epochs=4", "eval.every=1", f"log.dir={tmp_path}"]
+    whole = train(load_config("tree", [*settings, "run_name=whole"]))
+    honest, calls = job_module.evaluate, []
+
+    def interrupted(*rest):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(*rest)
+
+    monkeypatch.setattr(job_module, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config("tree", [*settings, "run_name=cut"]))
+    monkeypatch.undo()
+    train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
+    assert_same_run(whole, tmp_path / "cut")
+
+
+def test_two_runs_started_together_get_folders_of_their_own(tmp_path: Path):
+    config = load_config("tree", [f"log.dir={tmp_path}"])
+    assert [claim_folder(config).name for _ in range(3)] == ["tree-1", "tree-2", "tree-3"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_reference_is_the_policy_at_the_start_in_bf16_too(tmp_path: Path, sd3_overrides, kind: str):
+    settings = [*sd3_overrides, f"model.train={kind}", "train.kl=0.1", "train.epochs=1", "log.record_every=0"]
+    run = train(load_config("tree", [*settings, "train.mixed_precision=bf16", f"log.dir={tmp_path}"]))
+    assert timeless(run)[0]["kl"] == 0.0
 
 
 def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path):

@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .core.errors import InputError
-from .core.tree import Plan
 
 VERSION = 1
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters by name, without the prefixes that wrappers add."""
-    named = {name.removeprefix("module."): p for name, p in module.named_parameters() if p.requires_grad}
+    """The trained parameters by name, of a module that is not wrapped yet."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the model has no trainable parameter")
     return named
@@ -32,6 +31,7 @@ class Ema:
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, every: int = 1) -> None:
         self.parameters, self.decay, self.every, self.steps = parameters, decay, every, 0
         self.average = {name: p.detach().clone() for name, p in parameters.items()}
+        self._own: dict[str, Tensor] | None = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -46,12 +46,18 @@ class Ema:
         if not self.decay:
             yield
             return
-        own = {name: p.detach().clone() for name, p in self.parameters.items()}
-        _copy_into(self.parameters, self.average)
+        self._own = {name: p.detach().clone() for name, p in self.parameters.items()}
         try:
+            _copy_into(self.parameters, self.average)
             yield
         finally:
-            _copy_into(self.parameters, own)
+            self.restore()
+
+    def restore(self) -> None:
+        """Give the model its own weights back. May be called again: an interrupt can fall into the middle of it."""
+        if self._own is not None:
+            _copy_into(self.parameters, self._own)
+            self._own = None
 
 
 @dataclass
@@ -65,15 +71,12 @@ class State:
     forwards: int = 0
     forward_backwards: int = 0
 
-    def advance(self, plan: Plan, prompts: int) -> None:
-        """One more epoch of `prompts` prompts, over all ranks, is behind it."""
-        self.epoch += 1
-        self.forwards += plan.forwards * prompts
-        self.forward_backwards += len(plan.trained_parents) * prompts
-
     def save(self, folder: Path, keep: int) -> Path:
-        """Write aside, rename into place, then drop all but the newest `keep`."""
+        """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
+        self.ema.restore()
         target = folder / f"epoch_{self.epoch:06d}"
+        if target in checkpoints(folder):
+            return target
         aside = folder / f".{target.name}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -84,8 +87,7 @@ class State:
         head = {"version": VERSION, "epoch": self.epoch, "ema_steps": self.ema.steps}
         head |= {"forwards": self.forwards, "forward_backwards": self.forward_backwards}
         (aside / "state.json").write_text(json.dumps(head))
-        if target.exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
@@ -94,11 +96,13 @@ class State:
     def load(self, path: Path) -> None:
         head = _head(path)
         load_weights(self.parameters, path / "weights.safetensors")
-        if self.ema.decay:
-            self.ema.average = {
-                n: t.to(self.parameters[n].device) for n, t in _tensors(path / "ema.safetensors").items()
-            }
+        # An average that is switched on later begins with the weights it finds.
+        average = weights_of(path)
+        self.ema.average = {n: t.to(self.parameters[n].device) for n, t in _tensors(average).items()}
+        configured = {name: self.optimizer.defaults[name] for name in ("lr", "betas", "weight_decay")}
         self.optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu"))
+        for group in self.optimizer.param_groups:
+            group.update(configured)  # the saved groups hold the values of before
         self.epoch, self.ema.steps = head["epoch"], head["ema_steps"]
         self.forwards, self.forward_backwards = head["forwards"], head["forward_backwards"]
 
@@ -108,14 +112,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("epoch_*") if (path / "state.json").is_file())
 
 
-def latest(run: Path) -> Path:
-    """The newest checkpoint of a run folder."""
+def latest(run: Path) -> Path | None:
+    """The newest checkpoint of a run folder; None for a run that ended before its first."""
     if not (run / "config.yaml").is_file():
         raise InputError("run", run, "is not a run folder (it has no config.yaml)")
-    found = checkpoints(run / "checkpoints")
-    if not found:
-        raise InputError("run", run, "has no checkpoint yet")
-    return found[-1]
+    return next(iter(reversed(checkpoints(run / "checkpoints"))), None)
 
 
 def weights_of(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """The command line. Errors a user can mend are one line and exit code 2."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -32,10 +33,8 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 config_option = click.option(
     "--config-name",
     "-c",
-    default="tree",
-    show_default=True,
     metavar="NAME",
-    help=f"Preset ({', '.join(presets())}) or a yaml file of your own.",
+    help=f"Preset ({', '.join(presets())}) or a yaml file of your own.  [default: tree]",
 )
 run_option = click.option(
     "--run", type=click.Path(path_type=Path), help="Use this run's settings and its newest weights."
@@ -47,7 +46,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 @overrides_argument
 @config_option
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on with this run from its newest checkpoint.")
-def train(overrides: tuple[str, ...], config_name: str, resume: Path | None) -> None:
+def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | None) -> None:
     """Post-train a model.
 
     Writes metrics, pictures, trees and checkpoints to runs/<run_name>. Interrupt it at any time: it says how to go on.
@@ -66,7 +65,7 @@ def train(overrides: tuple[str, ...], config_name: str, resume: Path | None) -> 
 @overrides_argument
 @config_option
 @json_option
-def plan(overrides: tuple[str, ...], config_name: str, as_json: bool) -> None:
+def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> None:
     """Show a plan's trees and what an epoch costs.
 
     Draws the tree at every place of its window and counts model calls, beside flat GRPO with as many images. Loads no
@@ -76,7 +75,7 @@ def plan(overrides: tuple[str, ...], config_name: str, as_json: bool) -> None:
     """
     from .plan import forecast, warnings_about
 
-    config = load_config(config_name, overrides)
+    config = load_config(config_name or "tree", overrides)
     found = forecast(config)
     if as_json:
         click.echo(json.dumps(found))
@@ -100,7 +99,9 @@ def plan(overrides: tuple[str, ...], config_name: str, as_json: bool) -> None:
 )
 @run_option
 @config_option
-def sample(overrides: tuple[str, ...], prompt: tuple[str, ...], to: Path, run: Path | None, config_name: str) -> None:
+def sample(
+    overrides: tuple[str, ...], prompt: tuple[str, ...], to: Path, run: Path | None, config_name: str | None
+) -> None:
     """Make one picture a prompt.
 
     From the configured model, or from a run's newest weights. seed=N chooses the noise.
@@ -116,12 +117,15 @@ def sample(overrides: tuple[str, ...], prompt: tuple[str, ...], to: Path, run: P
     from .record import as_bytes
 
     config = _config_of(run, config_name, overrides)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
     model = _load(config, run)
     prompts = Prompts([*prompt], {}) if prompt else load_prompts(config.prompts.path, model.default_prompts)
     with Console(stderr=True).status(f"{len(prompts)} pictures"):
         leaves = generate(model, prompts, torch.arange(len(prompts)), config)[:, 0]
         pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
-    to.mkdir(parents=True, exist_ok=True)
     for i, picture in enumerate(pictures):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(to / f"{i:05d}.png")
     sheet(pictures[:64], prompts.texts[:64], to / "sheet.png")
@@ -133,7 +137,7 @@ def sample(overrides: tuple[str, ...], prompt: tuple[str, ...], to: Path, run: P
 @run_option
 @config_option
 @json_option
-def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: str, as_json: bool) -> None:
+def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: str | None, as_json: bool) -> None:
     """Score a model on eval.prompts: mean ± standard error per reward.
 
     The configured model, or a run's newest weights (their average, where one is kept).
@@ -154,7 +158,8 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
     if as_json:
-        scores = {name: {"mean": found.mean[name], "stderr": found.stderr[name]} for name in found.mean}
+        numbers = {name: (found.mean[name], found.stderr[name]) for name in found.mean}
+        scores = {name: {"mean": _number(mean), "stderr": _number(error)} for name, (mean, error) in numbers.items()}
         click.echo(json.dumps({"prompts": found.prompts, "failed": found.failed, "rewards": scores}))
         return
     table = Table(
@@ -168,13 +173,15 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
 
 
-def _config_of(run: Path | None, name: str, overrides: Sequence[str], fixed: tuple[str, ...] = ()) -> Config:
+def _config_of(run: Path | None, name: str | None, overrides: Sequence[str], fixed: tuple[str, ...] = ()) -> Config:
     """The configuration of a run, or of a preset, with overrides."""
     if run is None:
-        return load_config(name, overrides)
+        return load_config(name or "tree", overrides)
     from .checkpoint import latest
 
-    latest(run)  # says what is wrong with the folder, if anything is
+    latest(run)  # says so if the folder is not a run's
+    if name is not None:
+        raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
     for text in overrides:
         if text.lstrip("+~").startswith(fixed or ("\0",)):
             key, _, value = text.partition("=")
@@ -193,7 +200,10 @@ def _load(config: Config, run: Path | None) -> Any:
     accelerator = Accelerator(mixed_precision=precision(config))
     model = load_model(config, accelerator.device)
     if run is not None:
-        load_weights(trainable(model.module), weights_of(latest(run)))
+        checkpoint = latest(run)
+        if checkpoint is None:
+            raise InputError("run", run, "has no checkpoint yet")
+        load_weights(trainable(model.module), weights_of(checkpoint))
     model.module = accelerator.prepare(model.module)
     return model
 
@@ -228,13 +238,26 @@ def _print_plan(config: Config, found: dict[str, Any]) -> None:
     )
 
 
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command and turns what a user can mend into one line."""
-    # Under a launcher every rank finds the same mistake; one of them says so.
-    speaks = os.environ.get("RANK", "0") == "0"
     try:
         app(args=arguments, prog_name="arborl")
     except InputError as error:
-        if speaks:
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             click.echo(f"error: {error}", err=True)
+        # Wrong settings are found by every rank before the ranks meet; what comes later may be one rank's own.
+        elif _ranks_have_met():
+            click.echo(f"error on rank {rank}: {error}", err=True)
         sys.exit(2)
+
+
+def _ranks_have_met() -> bool:
+    from accelerate import PartialState
+
+    return bool(PartialState._shared_state)

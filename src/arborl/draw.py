@@ -4,7 +4,6 @@ import math
 import textwrap
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -118,13 +117,10 @@ def draw_tree(tree: RecordedTree, path: Path) -> None:
     axes.add_collection(LineCollection(lines, colors=line_colours, linewidths=widths, zorder=2, capstyle="round"))
     _label_advantages(axes, tree, place, across)
 
-    children = torch.bincount(plan.parent, minlength=plan.nodes).tolist()
-    size = tree.pictures.shape[-1]
-    for node in range(plan.nodes):
-        if node < plan.roots or children[node] != 1:
-            picture = OffsetImage(tree.pictures[node].permute(1, 2, 0).numpy(), zoom=32 / size)
-            frame = {"edgecolor": "#444444", "linewidth": 0.6}
-            axes.add_artist(AnnotationBbox(picture, (across[node], place[node]), bboxprops=frame, pad=0.1))
+    for node, pixels in zip(tree.shown.tolist(), tree.pictures, strict=True):
+        picture = OffsetImage(pixels.permute(1, 2, 0).numpy(), zoom=32 / max(pixels.shape))
+        frame = {"edgecolor": "#444444", "linewidth": 0.6}
+        axes.add_artist(AnnotationBbox(picture, (across[node], place[node]), bboxprops=frame, pad=0.1))
     total = tree.scores["total"]
     for index, leaf in enumerate(leaves):
         score = float(total[index])

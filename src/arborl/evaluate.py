@@ -9,7 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .batches import batches
+from .collect import gather
 from .config.schema import Config
+from .core.errors import InputError
 from .core.noise import fold
 from .core.tree import deterministic
 from .models.base import Model
@@ -40,7 +42,13 @@ def decode_and_score(
         index = batch.rows.tolist()
         images = model.decode(flat[batch.rows].to(model.device))
         some = captions.take(index)
-        for name, values in rewards(images, some.texts, some.columns).items():
+        found = rewards(images, some.texts, some.columns)
+        if parts and found.keys() != parts.keys():
+            different = ", ".join(sorted(found.keys() ^ parts.keys()))
+            raise InputError(
+                "rewards", None, f"a reward named its parts differently from one call to the next ({different})"
+            )
+        for name, values in found.items():
             parts.setdefault(name, []).append(values)
         if index[0] < keep_pictures:
             pictures.append(as_bytes(images)[: keep_pictures - index[0]])
@@ -108,12 +116,3 @@ def generate(
         cond = model.encode(prompts.take(batch.rows.tolist()).texts)
         leaves.append(rollout(model, plan, cond, key, ids[batch.rows], config.sample).leaves)
     return torch.cat(leaves)
-
-
-def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
-    """A small host tensor of every rank, one after the other, on every rank."""
-    if accelerator is None or accelerator.num_processes == 1:
-        return values
-    gathered = accelerator.gather(values.to(accelerator.device))
-    assert isinstance(gathered, Tensor)
-    return gathered.cpu()

@@ -14,6 +14,8 @@ def find(key: str, spec: str, known: Iterable[str]) -> Callable[..., Any]:
     if spec.count(":") != 1:
         raise InputError(key, spec, "is not known", f"{', '.join(known)}, or package.module:name")
     module_name, name = spec.split(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise InputError(key, spec, "does not name a function", "package.module:name")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -1,31 +1,38 @@
 """Everything a run is made of, set up once, and what it reports: the loop in `train.py` stays a page long."""
 
 import json
+import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from . import log
-from .checkpoint import Ema, State, latest, trainable
+from .checkpoint import Ema, State, checkpoints, latest, trainable
+from .collect import gather
 from .config.schema import Config
 from .core.advantage import advantages
 from .core.errors import InputError
 from .core.noise import fold
 from .core.tree import Plan
 from .draw import draw_tree, sheet
-from .evaluate import Evaluation, decode_and_score, evaluate, gather
+from .evaluate import Evaluation, decode_and_score, evaluate
 from .models import Model, load_model, model_class
 from .plan import check_plan, warnings_about
 from .prompts import Prompts, epoch_indices, load_prompts
-from .record import Record, RecordedTree, as_bytes
+from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores, load_rewards
-from .update import Stats
+from .update import SUMS, Stats
+
+T = TypeVar("T")
 
 RATIO_BOUND, RATIO_BOUND_HALF = 1e-6, 1e-4
 """How far from 1 the first update's ratio may be by rounding alone, in float32 and in half precision."""
@@ -64,7 +71,6 @@ class Job:
         every = self.config.log.record_every
         return every > 0 and epoch % every == 0 and self.accelerator.is_main_process
 
-    @torch.no_grad()
     def keep_tree_if_due(
         self,
         epoch: int,
@@ -77,8 +83,7 @@ class Job:
         """The first prompt's trees, in the Record's file form and as a drawing."""
         if record.clean is None:
             return
-        size = self.config.sample.decode_batch_size
-        pictures = torch.cat([as_bytes(self.model.decode(part)) for part in record.clean.split(size)])
+        shown = record.plan.shown
         tree = RecordedTree(
             epoch=epoch,
             prompt=prompts.texts[0],
@@ -87,32 +92,43 @@ class Job:
             advantage=advantage[0].cpu(),
             kept=keep[0].cpu(),
             scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
-            pictures=pictures,
+            shown=shown,
+            pictures=previews(self.model, record.clean[shown], self.config.sample.decode_batch_size),
             latents=record.latents[0].cpu(),
         )
         stem = self.run.folder / "trees" / f"epoch_{epoch:06d}"
         tree.save(stem)
         draw_tree(tree, stem.with_suffix(".png"))
 
-    def check_ratio(self, stats: Stats) -> None:
-        """Once a run: the update's log-densities, before any step, must be the rollout's."""
-        if self.ratio_checked or not stats.steps:
-            return
-        self.ratio_checked = True
-        single = all(p.dtype == torch.float32 for p in self.model.module.parameters())
-        bound = RATIO_BOUND if single and self.accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
-        error = float(stats.ratio_error)
-        if not error <= bound:
-            self.run.warn(
-                f"the first update's ratio is off by {error:.1e} (rounding explains {bound:.0e}): the rollout drew "
-                "from another policy than the update evaluates. Look for dropout, a changed dtype or a reward that "
-                "touches the model; sample.pad_batches=true with equal batch sizes rules out rounding"
-            )
-
-    def metrics(
+    def complete_epoch(
         self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats
     ) -> dict[str, float]:
-        """Every number of an epoch, over all ranks; `docs/metrics.md` says what each means."""
+        """Count the epoch as done; its numbers over all ranks (`docs/metrics.md` says what each means)."""
+        ranks, state = self.accelerator.num_processes, self.state
+        metrics = self._scores(scores)
+        size = gather(advantage[:, plan.stochastic].abs().float(), self.accelerator)
+        metrics |= {"advantage_abs": float(size.nanmean()), "advantage_zero": float((size == 0).float().mean())}
+        sums = torch.stack([stats.sums[name].double().cpu() for name in SUMS])
+        summed = dict(zip(SUMS, gather(sums[None], self.accelerator).sum(0).tolist(), strict=True))
+        edges, parents = summed.pop("edges"), summed.pop("parents")
+        metrics |= {"edges": edges, "parents": parents}
+        metrics |= {name: value / edges for name, value in summed.items() if edges}
+        metrics |= {
+            "ratio_error": float(gather(stats.ratio_error.cpu().view(1), self.accelerator).max()),
+            "grad_norm": stats.grad_norm,
+            "steps": stats.steps,
+            "steps_skipped": stats.skipped,
+            "steps_broken": stats.broken,
+            "window": int(plan.step[plan.stochastic].min()),
+        }
+        self._check(metrics)
+        state.epoch += 1
+        state.forwards += plan.forwards * len(advantage) * ranks
+        state.forwards += int(parents) if self.config.train.kl > 0 else 0  # the reference's
+        state.forward_backwards += int(parents)
+        return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
+
+    def _scores(self, scores: Scores) -> dict[str, float]:
         total = gather(scores.total.float(), self.accelerator)
         values = {
             "reward": float(total.nanmean()),
@@ -122,23 +138,23 @@ class Job:
         for name in scores.parts:
             part = gather(scores.parts[name], self.accelerator).flatten()
             values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
-        size = gather(advantage[:, plan.stochastic].abs().float(), self.accelerator)
-        values |= {"advantage_abs": float(size.nanmean()), "advantage_zero": float((size == 0).float().mean())}
-        names = sorted(stats.sums)
-        sums = torch.stack([stats.sums[name].double().cpu() for name in names]) if names else torch.zeros(0)
-        summed = dict(zip(names, gather(sums[None], self.accelerator).sum(0).tolist(), strict=True))
-        edges = summed.pop("edges", 0.0)
-        values |= {"edges": edges, "parents": summed.pop("parents", 0.0)}
-        values |= {name: value / edges for name, value in summed.items()}
-        return values | {
-            "ratio_error": float(gather(stats.ratio_error.cpu().view(1), self.accelerator).max()),
-            "grad_norm": stats.grad_norm,
-            "steps": stats.steps,
-            "steps_skipped": stats.skipped,
-            "window": int(plan.step[plan.stochastic].min()),
-            "forwards": self.state.forwards,
-            "forward_backwards": self.state.forward_backwards,
-        }
+        return values
+
+    def _check(self, metrics: dict[str, float]) -> None:
+        """Say once what should not be: a first update whose densities are not the rollout's; broken gradients."""
+        if metrics["steps_broken"]:
+            self.run.warn_once("a gradient was not finite and its step was left out (steps_broken counts them)")
+        if self.ratio_checked or not metrics["steps"]:
+            return
+        self.ratio_checked = True
+        single = all(p.dtype == torch.float32 for p in self.model.module.parameters())
+        bound = RATIO_BOUND if single and self.accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
+        if not metrics["ratio_error"] <= bound:
+            self.run.warn_once(
+                f"the first update's ratio is off by {metrics['ratio_error']:.1e} (rounding explains {bound:.0e}): the "
+                "rollout drew from another policy than the update evaluates. Look for dropout, a changed dtype or a "
+                "reward that touches the model; sample.pad_batches=true with equal batch sizes rules out rounding"
+            )
 
     def evaluate_if_due(self, epoch: int) -> dict[str, float]:
         """Before the first epoch, and every `eval.every`: the metrics of the weights the epoch starts from."""
@@ -168,23 +184,30 @@ class Job:
         if self.state.epoch % self.config.log.save_every == 0:
             self.save()
 
+    def leave(self, torn: bool) -> None:
+        """After an interrupt: keep what is whole, and say how to go on."""
+        if not torn:
+            self.save()
+        kept = checkpoints(self.run.folder / "checkpoints")
+        after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
+        self.run.say(f"stopped; {after} saved. To go on: arborl train --resume {self.run.folder}")
+
     def finish(self) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
         epochs, run = self.config.train.epochs, self.run
         self.save()
         with run.stage("evaluate"):
-            after = self._evaluate(epochs)
-        run.log(epochs, after.metrics())
+            metrics = self._evaluate(epochs).metrics()
+        run.log(epochs, metrics)
         if not self.accelerator.is_main_process:
             return
         rows = run.read_metrics()
         reward = f"eval/{next(iter(self.rewards.functions))}"
-        before, after = rows[0], rows[-1]
         summary = {
-            "heldout_before": before.get(reward),
-            "heldout_before_stderr": before.get(f"{reward}_stderr"),
-            "heldout_after": after[reward],
-            "heldout_after_stderr": after[f"{reward}_stderr"],
+            "heldout_before": rows[0].get(reward),
+            "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),
+            "heldout_after": rows[-1][reward],
+            "heldout_after_stderr": rows[-1][f"{reward}_stderr"],
             "seconds": sum(row["step_time"] for row in rows),
             "epochs": epochs,
             "forwards": self.state.forwards,
@@ -199,28 +222,29 @@ class Job:
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 
 
+def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
+    """Population standard deviation over the last axis, of what is not NaN."""
+    return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
+
+
 def prepare(config: Config, resume: Path | None = None) -> Job:
     """Check everything a user can get wrong, load it, and only then make the run's folder."""
     check_plan(config)
-    checkpoint = latest(resume) if resume else None
-    folder = resume or log.new_folder(config)
+    checkpoint = latest(resume) if resume else log.check_folder(config)
     trackers = log.trackers(config)
-    for path, key in ((config.prompts.path, "prompts.path"), (config.eval.prompts, "eval.prompts")):
-        if path:
-            load_prompts(path, key=key)  # a missing file should not wait for a model to load
-    rewards = weights_at_hand(config)
+    rewards, prompts, held_out = load_inputs(config)
     # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
         mixed_precision=precision(config),
         log_with=[*trackers] or None,
-        project_config=ProjectConfiguration(logging_dir=str(folder)),
+        project_config=ProjectConfiguration(logging_dir=config.log.dir),  # the run's own folder, once it is made
+        # Accumulation is ours; a launcher's setting would only scale the gradient.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         # Buffers never change here, and a rank may be ahead of another inside a rollout.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     model = load_model(config, accelerator.device)
-    prompts = load_prompts(config.prompts.path, model.default_prompts)
-    held_out = load_prompts(config.eval.prompts) if config.eval.prompts else prompts
     probe(model, rewards, prompts)
     parameters = trainable(model.module)
     train = config.train
@@ -231,43 +255,54 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         weight_decay=train.weight_decay,
         fused=accelerator.device.type == "cuda",
     )
-    model.module, optimizer = accelerator.prepare(model.module, optimizer)
+    with warnings.catch_warnings():
+        # torch renames broadcast_buffers; accelerate knows the old name only.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        model.module, optimizer = accelerator.prepare(model.module, optimizer)
+    if model.frozen is not None:  # the reference must compute in the policy's own precision
+        model.frozen = accelerator.prepare_model(model.frozen, evaluation_mode=True)
     state = State(parameters, optimizer, Ema(parameters, train.ema_decay, train.ema_every))
     if checkpoint:
         state.load(checkpoint)
-    run = log.Run(folder, config, accelerator, state.epoch)
+        if train.epochs < state.epoch:
+            raise InputError(
+                "train.epochs", train.epochs, f"the run has {state.epoch} already", f"{state.epoch} or more"
+            )
+    run = log.Run(config, accelerator, resume, state.epoch)
     for text in warnings_about(config):
-        run.warn(text)
+        run.warn_once(text)
     return Job(config, accelerator, model, rewards, prompts, held_out, state, run)
 
 
-def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
-    """Population standard deviation over the last axis, of what is not NaN."""
-    return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
+def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
+    """Rewards, training and held-out prompts; one line names all that is missing, the model's weights included."""
+    problems: list[str] = []
 
+    def attempt(load: Callable[[], T]) -> T | None:
+        try:
+            return load()
+        except InputError as error:
+            problems.append(str(error))
+            return None
 
-def weights_at_hand(config: Config) -> Rewards:
-    """The rewards; one line names everything that is missing, rewards and model alike."""
-    problems: list[InputError] = []
-    rewards = None
-    try:
-        rewards = load_rewards(config.rewards, config.advantage.combine)
-    except InputError as error:
-        problems.append(error)
-    try:
-        model_class(config).check(config)
-    except InputError as error:
-        problems.append(error)
-    if rewards is None or problems:
-        raise problems[0] if len(problems) == 1 else InputError("missing", None, "; and ".join(map(str, problems)))
-    return rewards
+    family = model_class(config)
+    rewards = attempt(lambda: load_rewards(config.rewards, config.advantage.combine))
+    # Where something is missing anyway, what a run would have to fetch is worth knowing too.
+    attempt(lambda: family.check(config, may_fetch=not problems))
+    prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
+    held_out = (
+        attempt(lambda: load_prompts(config.eval.prompts, key="eval.prompts")) if config.eval.prompts else prompts
+    )
+    if rewards is None or prompts is None or held_out is None or problems:
+        raise InputError.joined(problems)
+    return rewards, prompts, held_out
 
 
 def precision(config: Config) -> str:
-    """The arithmetic that `train.mixed_precision` means here."""
+    """The arithmetic that `train.mixed_precision` means here; a launcher that was told bf16 is heeded."""
     if config.train.mixed_precision != "auto":
         return config.train.mixed_precision
-    return "bf16" if torch.cuda.is_available() else "no"
+    return "bf16" if torch.cuda.is_available() or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else "no"
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers, is_tensorboard_available
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .collect import gather
 from .config import save_config
 from .config.schema import Config
 from .core.errors import InputError
@@ -27,17 +30,21 @@ STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evalua
 class Run:
     """Where a run writes. On ranks other than the first nothing is written or shown."""
 
-    def __init__(self, folder: Path, config: Config, accelerator: Accelerator, epoch: int = 0) -> None:
-        self.folder, self.config, self.accelerator = folder, config, accelerator
-        self.main = accelerator.is_main_process
+    def __init__(self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int) -> None:
+        self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
-        self.total_seconds: dict[str, float] = {}
+        self.warned: set[str] = set()
         self.console = Console(stderr=True, quiet=not self.main, highlight=False)
+        name = [str(resume or (claim_folder(config) if self.main else ""))]
+        self.folder = Path(broadcast_object_list(name)[0])
+        config.run_name = self.folder.name
         if self.main:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, folder / "config.yaml")
+            save_config(config, self.folder / "config.yaml")
             self._drop_metrics_from(epoch)
-        accelerator.init_trackers("tensorboard", config=None)
+        accelerator.project_configuration.logging_dir = str(self.folder)
+        # Epochs that are done again must not be drawn twice.
+        options = {"tensorboard": {"purge_step": epoch}, "wandb": {"name": config.run_name}}
+        accelerator.init_trackers("arborl", config=_flat(asdict(config)), init_kwargs=options)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -50,7 +57,6 @@ class Run:
                 torch.cuda.synchronize()
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            self.total_seconds[name] = self.total_seconds.get(name, 0.0) + spent
 
     def log(self, epoch: int, metrics: dict[str, float]) -> dict[str, float]:
         """One line of metrics.jsonl and one point in every tracker; the epoch's times are added and begun anew."""
@@ -64,9 +70,9 @@ class Run:
         return metrics
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl."""
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        """Every line of metrics.jsonl; a last one that a kill cut short is left out."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
 
     def close(self) -> None:
         self.accelerator.end_training()
@@ -74,7 +80,10 @@ class Run:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def warn(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
+        if text in self.warned:
+            return
+        self.warned.add(text)
         self.console.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
 
     def _drop_metrics_from(self, epoch: int) -> None:
@@ -97,18 +106,38 @@ def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in rows) for name in STAGES}
 
 
-def new_folder(config: Config) -> Path:
-    """`<log.dir>/<run_name>`, which must be new: a run is never overwritten. `auto` takes the next free number."""
-    base = Path(config.log.dir)
-    if config.run_name == "auto":
-        number = 1
-        while (base / f"{config.tree.plan}-{number}").exists():
-            number += 1
-        config.run_name = f"{config.tree.plan}-{number}"
-    folder = base / config.run_name
-    if (folder / "config.yaml").exists():
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted keys with plain values, as trackers want them."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+def check_folder(config: Config) -> None:
+    """A run is never overwritten: its name must be new."""
+    folder = Path(config.log.dir) / config.run_name
+    if config.run_name != "auto" and folder.exists():
         raise InputError("run_name", config.run_name, f"{folder} exists", f"another name, or --resume {folder}")
-    return folder
+
+
+def claim_folder(config: Config) -> Path:
+    """Make `<log.dir>/<run_name>`; `auto` takes the next free number. Whoever makes the folder has it."""
+    base, number = Path(config.log.dir), 0
+    while True:
+        number += 1
+        folder = base / (f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if config.run_name != "auto":
+                check_folder(config)
+        except OSError as error:
+            raise InputError("log.dir", config.log.dir, f"cannot make {folder} ({error.strerror})") from None
 
 
 def trackers(config: Config) -> list[str]:
@@ -162,18 +191,26 @@ class Bar:
 class Interrupts:
     """Ctrl-C and SIGTERM: at once where nothing is half done, after the update where something would be.
 
-    Both arrive as KeyboardInterrupt; a second one is never held back.
+    Several processes must leave together, so there they wait for the end of the epoch. Both signals arrive as
+    KeyboardInterrupt; a second one is never held back, and leaves the weights in the middle of an update (`torn`).
     """
 
-    def __init__(self) -> None:
-        self.holding = self.waiting = False
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.holding = self.waiting = self.torn = False
+        self.since = 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.holding and not self.waiting:
-            self.waiting = True
-            print("\nfinishing this epoch's update before leaving; interrupt again to leave at once", file=sys.stderr)
+        together = self.accelerator.num_processes > 1
+        if together and self.waiting and time.monotonic() - self.since < 2:
+            return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
+        if (self.holding or together) and not self.waiting:
+            self.waiting, self.since = True, time.monotonic()
+            if self.accelerator.is_main_process:
+                when = "this epoch" if together else "this epoch's update"
+                print(f"\nfinishing {when} before leaving; interrupt again to leave at once", file=sys.stderr)
             return
-        self.waiting = False
+        self.torn = self.waiting
         raise KeyboardInterrupt
 
     @contextmanager
@@ -190,12 +227,13 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, the first interrupt waits for the end of the block."""
+        """Inside, the first interrupt waits for the end of the block, where all processes agree to leave."""
         self.holding = True
         try:
             yield
         finally:
             self.holding = False
-        if self.waiting:
+        waiting = torch.tensor([float(self.waiting)])
+        if bool(gather(waiting, self.accelerator).any()):
             self.waiting = False
             raise KeyboardInterrupt

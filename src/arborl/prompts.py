@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,25 +42,25 @@ def load_prompts(path: str, default: Sequence[str] = (), key: str = "prompts.pat
     if not file.is_file():
         raise InputError(key, path, "there is no such file")
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(key, path, f"is not UTF-8 text (byte {error.start})") from None
-    if not lines:
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise InputError(key, path, "the file holds no prompt", "one prompt a line")
     if file.suffix != ".jsonl":
-        return Prompts([line.strip() for line in lines], {})
-    rows = [_row(key, path, number, line) for number, line in enumerate(lines, 1)]
-    names = [name for name in rows[0] if name != "prompt"]
-    columns: dict[str, list[object]] = {name: [row.get(name) for row in rows] for name in names}
-    return Prompts([str(row["prompt"]) for row in rows], columns)
+        return Prompts([line for _, line in numbered], {})
+    rows = [_row(key, path, number, line) for number, line in numbered]
+    names = {name: None for row in rows for name in row if name != "prompt"}  # a dict keeps their order
+    return Prompts([row["prompt"] for row in rows], {name: [row.get(name) for row in rows] for name in names})
 
 
-def _row(key: str, path: str, number: int, line: str) -> dict[str, object]:
+def _row(key: str, path: str, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(key, path, f"line {number} is not JSON ({error.msg})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
         raise InputError(key, path, f'line {number} has no "prompt" text')
     return row
 

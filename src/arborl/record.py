@@ -5,15 +5,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from .core.errors import InputError
 from .core.schedule import Schedule
 from .core.tree import Plan
-from .models.base import Cond
+from .models.base import Cond, Model
 
 VERSION = 1
 
@@ -47,7 +48,8 @@ class RecordedTree:
     advantage: Float[Tensor, " edges"]  # NaN where no leaf below has a score
     kept: Bool[Tensor, " edges"]  # the edges the update trained
     scores: dict[str, Float[Tensor, " leaves"]]  # per reward, and `total`
-    pictures: Tensor  # uint8, nodes×3×H×W: x̂0 at inner nodes, the picture itself at leaves
+    shown: Int[Tensor, " shown"]  # the nodes that have a picture
+    pictures: Tensor  # theirs, uint8, shown×3×H×W, small: x̂0 at inner nodes, the picture itself at leaves
     latents: Float[Tensor, "nodes *latent"]
 
     def save(self, stem: Path) -> None:
@@ -62,6 +64,7 @@ class RecordedTree:
             "log_density": self.log_density,
             "advantage": self.advantage,
             "kept": self.kept,
+            "shown": self.shown,
             "pictures": self.pictures,
             "latents": self.latents,
             **{f"scores.{name}": values for name, values in self.scores.items()},
@@ -98,10 +101,27 @@ class RecordedTree:
         arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa"))
         plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
         scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
-        own = {name: tensors[name] for name in ("log_density", "advantage", "kept", "pictures", "latents")}
+        own = {name: tensors[name] for name in ("log_density", "advantage", "kept", "shown", "pictures", "latents")}
         return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
 
 
 def as_bytes(pictures: Float[Tensor, "n 3 height width"]) -> Tensor:
     """Pictures in [0, 1] as uint8, rounded."""
     return (pictures * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+PREVIEW = 192
+"""Longer side of a recorded tree's pictures, in pixels at most."""
+
+
+@torch.no_grad()
+def previews(model: Model, latents: Float[Tensor, "n *latent"], batch_size: int) -> Tensor:
+    """Small pictures (uint8) of some latents, decoded a few at a time."""
+    small: list[Tensor] = []
+    for part in latents.split(batch_size):
+        pictures = model.decode(part)
+        scale = PREVIEW / max(pictures.shape[-2:])
+        if scale < 1:
+            pictures = functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)
+        small.append(as_bytes(pictures))
+    return torch.cat(small)

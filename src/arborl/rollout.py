@@ -37,7 +37,7 @@ def rollout(
         x = frontier[:, level.parents - first]
         v = predict(model, x, plan.timestep[level.parents], cond, config.batch_size, config.pad_batches)
         if clean is not None:
-            sigma = plan.schedule.sigma[plan.step[level.edges]][_first_edge(level.slot, len(level.parents))]
+            sigma = plan.sigma[level.parents]
             clean[level.parents] = x[0] - sigma.to(x).view(-1, *[1] * len(model.latent_shape)) * v[0]
         children = plan.child[level.edges]
         gaussian = transition(
@@ -84,10 +84,3 @@ def predict(
         v = model.predict(flat[index], times[index], cond[index // n])
         out[index[: batch.valid]] = v[: batch.valid]
     return out.unflatten(0, (prompts, n))
-
-
-def _first_edge(slot: Int[Tensor, " e"], parents: int) -> Int[Tensor, " p"]:
-    """For each parent of a level, one of its edges (all leave from the same noise level)."""
-    index = torch.empty(parents, dtype=torch.long)
-    index[slot] = torch.arange(len(slot))
-    return index

@@ -17,7 +17,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
     job = prepare(config, resume)
     model, run, state = job.model, job.run, job.state
     schedule = model.schedule(config.sample.num_steps)
-    interrupts = Interrupts()
+    interrupts = Interrupts(job.accelerator)
     try:
         with interrupts.watched(), Bar(run, state.epoch, config.train.epochs) as bar:
             while (epoch := state.epoch) < config.train.epochs:
@@ -41,15 +41,13 @@ def train(config: Config, resume: Path | None = None) -> Path:
                 with interrupts.held():
                     with run.stage("update"):
                         stats = update(model, state, job.accelerator, record, advantage, keep, config, key)
-                    job.check_ratio(stats)
-                    state.advance(plan, len(prompts) * job.accelerator.num_processes)
-                    bar.advance(run.log(epoch, job.metrics(plan, scores, advantage, stats) | evaluation))
+                    metrics = job.complete_epoch(plan, scores, advantage, stats)
+                    bar.advance(run.log(epoch, metrics | evaluation))
                 with run.stage("checkpoint"):
                     job.save_if_due()
         job.finish()
     except KeyboardInterrupt:
-        job.save()
-        run.say(f"stopped after {state.epoch} epochs; to go on: arborl train --resume {run.folder}")
+        job.leave(interrupts.torn)
         raise
     finally:
         run.close()

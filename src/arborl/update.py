@@ -1,5 +1,6 @@
 """Record + advantages + mask -> optimizer steps. One forward at a parent trains all its kept children."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,20 +20,27 @@ from .core.tree import Plan
 from .models.base import Model
 from .record import Record
 
+SUMS = ("edges", "parents", "loss", "ratio", "clipped", "approx_kl", "kl")
+
 
 @dataclass
 class Stats:
-    """What an epoch's optimizer steps did. Sums stay on the device until someone asks."""
+    """What an epoch's optimizer steps did. Sums stay on the device until someone asks.
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    Every rank has every name, also one that had nothing to train: the ranks add them up.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=lambda: {name: torch.zeros(()) for name in SUMS})
     ratio_error: Tensor = field(default_factory=lambda: torch.zeros(()))  # largest |ratio - 1| in the first step
     grad_norm: float = 0.0
     steps: int = 0
-    skipped: int = 0
+    skipped: int = 0  # no edge had an advantage
+    broken: int = 0  # the gradient was not finite
 
     def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, torch.zeros(())) + torch.as_tensor(value).detach()
+            value = torch.as_tensor(value).detach()
+            self.sums[name] = self.sums[name].to(value.device) + value
 
 
 class Edges(NamedTuple):
@@ -86,13 +94,13 @@ def update(
                 # DDP averages gradients over the ranks; the loss is a mean over the edges of all of them.
                 accelerator.backward(loss * (accelerator.num_processes / count))
         norm = float(accelerator.clip_grad_norm_(state.parameters.values(), train.max_grad_norm) or 0.0)
-        stats.grad_norm = max(stats.grad_norm, norm)
-        if torch.isfinite(torch.tensor(norm)):
+        stats.grad_norm = norm if norm != norm else max(stats.grad_norm, norm)
+        if math.isfinite(norm):
             state.optimizer.step()
             state.ema.step()
             stats.steps += 1
         else:  # gradients are the same on all ranks by now, so all of them come here together
-            stats.skipped += 1
+            stats.broken += 1
         state.optimizer.zero_grad(set_to_none=True)
     return stats
 
@@ -119,8 +127,7 @@ def _loss(
 
     new = policy.log_density(child)
     old = record.log_density[batch.prompt, batch.edge].to(device)
-    weight = advantage[batch.prompt, batch.edge].to(new)
-    loss, seen = clipped_surrogate(new, old, weight, config.clip)
+    loss, seen = clipped_surrogate(new, old, advantage[batch.prompt, batch.edge].to(new), config.clip)
     ratio = seen["ratio"]
     if first:
         stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from ..core.errors import InputError
 from .schema import Config, RewardConfig
@@ -59,10 +60,13 @@ def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
             composed = compose(config_name=name, overrides=[*search, *(o for o in overrides if o not in later)])
+            composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
             for text in later:
                 _apply(composed, text)
         except (HydraException, OmegaConfBaseException) as error:
             raise _one_line(error, overrides) from None
+        except YAMLError as error:
+            raise InputError("--config-name", name, f"is not yaml ({' '.join(str(error).split())})") from None
     return _as_object(composed)
 
 
@@ -161,9 +165,11 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
     text = str(cause)
     key = getattr(cause, "full_key", None) or (re.search(r"full_key: (\S+)", text) or [None, ""])[1] or "config"
     reason = text.splitlines()[0]
-    value = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith(f"{key}=")), None)
+    value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
     kind = {name: item.type for name, item in knobs()}.get(str(key))
-    allowed = {int: "a whole number", float: "a number", bool: "true or false"}.get(cast(Any, kind))
+    allowed = {int: "a whole number", float: "a number", bool: "true or false", list[str]: "a list, such as [a,b]"}.get(
+        cast(Any, kind)
+    )
     return InputError(str(key), value, reason[:1].lower() + reason[1:], allowed)
 
 
@@ -200,17 +206,14 @@ def _check_bounds(section: Any, prefix: str = "") -> None:
             near = _nearest(str(value), meta["choices"])
             raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            low, high, above = meta.get("low"), meta.get("high"), meta.get("above")
-            bounds = [
-                f"above {above}" if above is not None else "",
-                f"{low} or more" if low is not None else "",
-            ]
-            bounds.append(f"at most {high}" if high is not None else "")
             # Written so that nan, which compares false with everything, fails too.
-            fits = abs(value) < float("inf") and not (
-                (low is not None and not value >= low)
-                or (high is not None and not value <= high)
-                or (above is not None and not value > above)
-            )
+            tests = {
+                "above {}": (meta.get("above"), lambda bound, value=value: value > bound),
+                "{} or more": (meta.get("low"), lambda bound, value=value: value >= bound),
+                "below {}": (meta.get("below"), lambda bound, value=value: value < bound),
+                "at most {}": (meta.get("high"), lambda bound, value=value: value <= bound),
+            }
+            bounds = {words.format(bound): holds(bound) for words, (bound, holds) in tests.items() if bound is not None}
+            fits = all(bounds.values()) and abs(value) < float("inf")
             if not fits:
-                raise InputError(key, value, "is out of range", ", ".join(b for b in bounds if b) or "a finite number")
+                raise InputError(key, value, "is out of range", ", ".join(bounds) or "a finite number")

@@ -45,6 +45,7 @@ def _takes(item: dataclasses.Field[Any]) -> str:
     words = [kinds.get(item.type, "list")]  # pyright: ignore[reportArgumentType]
     words += [f"above {meta['above']}"] if meta["above"] is not None else []
     words += [f"{meta['low']} or more"] if meta["low"] is not None else []
+    words += [f"below {meta['below']}"] if meta["below"] is not None else []
     words += [f"at most {meta['high']}"] if meta["high"] is not None else []
     return ", ".join(words)
 

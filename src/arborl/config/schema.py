@@ -14,9 +14,10 @@ def knob(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A dataclass field whose sentence and bounds travel with it. `low` and `high` are allowed, `above` is not."""
-    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    """A dataclass field with its sentence and its bounds: `low` and `high` are allowed, `above` and `below` are not."""
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -42,7 +43,7 @@ class ModelConfig:
     dtype: str = knob(
         "auto",
         "Precision of frozen weights; auto is bfloat16 on a GPU and float32 on a CPU.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", "float32", "bfloat16"),
     )
     max_sequence_length: int = knob(256, "Text tokens given to T5 (and zero tokens added where there is no T5).", low=1)
 
@@ -125,13 +126,15 @@ class TrainConfig:
     batch_size: int = knob(8, "Parents per forward + backward.", low=1)
     learning_rate: float = knob(3e-4, "AdamW's step size.", above=0)
     weight_decay: float = knob(1e-4, "AdamW's decay.", low=0)
-    beta1: float = knob(0.9, "AdamW's first moment.", low=0, high=1)
-    beta2: float = knob(0.999, "AdamW's second moment.", low=0, high=1)
+    beta1: float = knob(0.9, "AdamW's first moment.", low=0, below=1)
+    beta2: float = knob(0.999, "AdamW's second moment.", low=0, below=1)
     max_grad_norm: float = knob(1.0, "Gradient norm above which gradients are scaled down.", above=0)
     clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
     adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
     kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
-    ema_decay: float = knob(0.0, "Decay of the weight average used for evaluation and export; 0 is off.", low=0, high=1)
+    ema_decay: float = knob(
+        0.0, "Decay of the weight average used for evaluation and export; 0 is off.", low=0, below=1
+    )
     ema_every: int = knob(1, "Optimizer steps between two updates of that average.", low=1)
     cfg_grad: str = knob(
         "both",
@@ -141,7 +144,7 @@ class TrainConfig:
     mixed_precision: str = knob(
         "auto",
         "Arithmetic of model calls; auto is bf16 on a GPU and float32 on a CPU.",
-        choices=("auto", "no", "bf16", "fp16"),
+        choices=("auto", "no", "bf16"),
     )
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
 
@@ -171,7 +174,7 @@ class LogConfig:
 
 @dataclass
 class Config:
-    seed: int = knob(0, "Everything random is a function of it.", low=0)
+    seed: int = knob(0, "Everything random is a function of it.", low=0, high=2**63 - 1)
     run_name: str = knob("auto", "Name of the run's folder; auto takes the next free number.")
     model: ModelConfig = field(default_factory=ModelConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)

@@ -5,4 +5,10 @@ class InputError(ValueError):
         shown = key if value is None else f"{key}={value}"
         text = f"{shown}: {problem}" + (f"; allowed: {allowed}" if allowed else "")
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
-        self.key = key
+
+    @classmethod
+    def joined(cls, problems: list[str]) -> "InputError":
+        """Several mistakes in one line."""
+        error = cls("", None, "")
+        error.args = ("; and ".join(problems),)
+        return error

@@ -86,6 +86,12 @@ class Plan:
         return childless.nonzero().squeeze(1)
 
     @cached_property
+    def shown(self) -> Int[Tensor, " shown"]:
+        """Roots, splits and leaves: the nodes worth a picture. The others only pass on what came before."""
+        children = torch.bincount(self.parent, minlength=self.nodes)
+        return ((children != 1) | (torch.arange(self.nodes) < self.roots)).nonzero().squeeze(1)
+
+    @cached_property
     def levels(self) -> list[Level]:
         depth = self.depth[self.child]
         levels: list[Level] = []
@@ -112,6 +118,13 @@ class Plan:
         """The transition of every edge; an ODE edge is its kernel at η = 0."""
         sigma, sigma_next = self.schedule.sigma[self.step], self.schedule.sigma_next[self.step]
         return KERNELS[self.kernel](sigma, sigma_next, self.eta, self.kappa)
+
+    @cached_property
+    def sigma(self) -> Float[Tensor, " nodes"]:
+        """The noise level at each node; 0 at leaves."""
+        sigma = torch.zeros(self.nodes, dtype=torch.float64)
+        sigma[self.parent] = self.schedule.sigma[self.step]
+        return sigma
 
     @cached_property
     def timestep(self) -> Float[Tensor, " nodes"]:

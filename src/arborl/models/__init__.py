@@ -1,6 +1,5 @@
 """Models by family."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..imports import find
-from .base import Cond, Model
+from .base import Cond, Model, read_index
 
 __all__ = ["Cond", "Model", "load_model", "model_class"]
 
@@ -35,7 +34,7 @@ def _family_of_folder(path: str) -> str:
         raise InputError(
             "model.path", path or None, problem, f"a pipeline's folder, or model.family={'|'.join(FAMILIES)}"
         )
-    name = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+    name = read_index(index).get("_class_name")
     if name not in PIPELINES:
         raise InputError("model.path", path, f"a {name} is not supported", ", ".join(PIPELINES))
     return PIPELINES[name]

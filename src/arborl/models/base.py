@@ -1,11 +1,13 @@
 """What the engine asks of a model, and what all models share."""
 
 import copy
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -30,9 +32,6 @@ class Cond:
     def __getitem__(self, index: Tensor | slice) -> "Cond":
         return Cond({name: tensor[index] for name, tensor in self.tensors.items()})
 
-    def to(self, device: torch.device) -> "Cond":
-        return Cond({name: tensor.to(device) for name, tensor in self.tensors.items()})
-
 
 class Model(ABC):
     """A flow or diffusion model. A new family is one file with `encode`, `predict`, `decode` and a latent shape."""
@@ -48,7 +47,7 @@ class Model(ABC):
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
-        self._frozen: nn.Module | None = None
+        self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -79,8 +78,8 @@ class Model(ABC):
         raise InputError("sample.sigmas", config.sample.sigmas, "this model brings no scheduler", "shift")
 
     @classmethod  # noqa: B027 (most families have nothing to check)
-    def check(cls, config: Config) -> None:
-        """Raise an `InputError` for what can be known to be missing or wrong before weights are loaded."""
+    def check(cls, config: Config, may_fetch: bool) -> None:
+        """Raise an `InputError` for what is known to be missing or wrong before weights are loaded (or fetched)."""
 
     def schedule(self, steps: int) -> Schedule:
         return self.grid(self.config, steps)
@@ -98,7 +97,7 @@ class Model(ABC):
     def keep_reference(self) -> None:
         """Remember the current policy as the KL reference: with LoRA it is there already, else it is a frozen copy."""
         if not lora.is_injected(self.module):
-            self._frozen = copy.deepcopy(self.module).requires_grad_(False)
+            self.frozen = copy.deepcopy(self.module).requires_grad_(False)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -107,17 +106,31 @@ class Model(ABC):
             with lora.disabled(self.module):
                 yield
             return
-        if self._frozen is None:
+        if self.frozen is None:
             raise RuntimeError("keep_reference() was not called before training")
-        trained, self.module = self.module, self._frozen
+        trained, self.module = self.module, self.frozen
         try:
             yield
         finally:
             self.module = trained
 
 
-def frozen_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The precision that `model.dtype` means on this device."""
-    if config.model.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, config.model.dtype)
+def dtypes(config: Config, device: torch.device) -> dict[str, torch.dtype]:
+    """The precision to load each part of a pipeline in.
+
+    The VAE stays in float32: half precision leaves bands in pictures, and rewards see them. So do weights that are
+    trained: bfloat16 would round the checkpoint before the first step.
+    """
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    frozen = auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    trained = torch.float32 if config.model.train == "full" else frozen
+    return {"default": frozen, "transformer": trained, "vae": torch.float32}
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """A pipeline's model_index.json."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError("model.path", path.parent, f"its model_index.json cannot be read ({error})") from None
+    return index if isinstance(index, dict) else {}

@@ -13,13 +13,13 @@ def inject(module: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -
     """Adapt every linear layer whose name ends in one of `targets`, in float32, starting as a no-op."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in linear)]
+    if unmatched or not targets:
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
+        raise InputError("model.lora.targets", unmatched, "no linear layer of the model has such a name", known)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")  # pyright: ignore[reportArgumentType]
-    try:
-        inject_adapter_in_model(config, module)
-    except ValueError:
-        names = sorted({n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)})
-        problem = "no linear layer of the model has such a name"
-        raise InputError("model.lora.targets", list(targets), problem, ", ".join(names)) from None
+    inject_adapter_in_model(config, module)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)

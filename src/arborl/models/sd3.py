@@ -1,6 +1,5 @@
 """StableDiffusion3Pipeline: SD3, SD3.5 and anything saved in that layout."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.schedule import Schedule
-from .base import Cond, Model, frozen_dtype
+from .base import Cond, Model, dtypes, read_index
 from .guidance import guided
 from .quiet import quiet_libraries
 
@@ -30,7 +29,7 @@ class SD3Model(Model):
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
-        self.pipe: Any = load_pipeline(config.model.path, frozen_dtype(config, device)).to(device)
+        self.pipe: Any = load_pipeline(config.model.path, dtypes(config, device)).to(device)
         self.pipe.set_progress_bar_config(disable=True)
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
             if part is not None:
@@ -46,8 +45,8 @@ class SD3Model(Model):
         self.latent_shape = (shape.in_channels, resolution // factor, resolution // factor)
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        locate(config.model.path)
+    def check(cls, config: Config, may_fetch: bool) -> None:
+        locate(config.model.path, may_fetch)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -101,7 +100,7 @@ class SD3Model(Model):
         return (pixels / 2 + 0.5).clamp(0, 1)
 
 
-def locate(path: str) -> dict[str, None]:
+def locate(path: str, may_fetch: bool = True) -> dict[str, None]:
     """Check that a pipeline is where `path` says, before anything heavy; returns the parts its index leaves empty."""
     if not path:
         raise InputError("model.path", None, "is not set", "a folder with a diffusers pipeline, or a hub id")
@@ -111,13 +110,14 @@ def locate(path: str) -> dict[str, None]:
             raise InputError("model.path", path, "there is no such folder")
         from huggingface_hub import constants, try_to_load_from_cache
 
-        if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(path, "model_index.json"), str):
+        cached = isinstance(try_to_load_from_cache(path, "model_index.json"), str)
+        if not cached and (constants.HF_HUB_OFFLINE or not may_fetch):
             raise _missing(path)
         return {}
     index = folder / "model_index.json"
     if not index.is_file():
         raise InputError("model.path", path, "the folder holds no diffusers pipeline (no model_index.json)")
-    parts = json.loads(index.read_text(encoding="utf-8"))
+    parts = read_index(index)
     if parts.get("_class_name") != "StableDiffusion3Pipeline":
         raise InputError(
             "model.path", path, f"the folder holds a {parts.get('_class_name')}", "StableDiffusion3Pipeline"
@@ -125,16 +125,14 @@ def locate(path: str) -> dict[str, None]:
     return {name: None for name in ("text_encoder_3", "tokenizer_3") if parts.get(name, [None])[0] is None}
 
 
-def load_pipeline(path: str, dtype: torch.dtype) -> Any:
+def load_pipeline(path: str, dtype: dict[str, torch.dtype]) -> Any:
     """The pipeline of a folder or hub id; a clear line if weights are missing."""
     absent = locate(path)
     with quiet_libraries():
         from diffusers import StableDiffusion3Pipeline
 
         try:
-            # The VAE stays in float32: half precision leaves bands in pictures, and rewards see them.
-            precision = {"default": dtype, "vae": torch.float32}
-            return StableDiffusion3Pipeline.from_pretrained(path, dtype=precision, **absent)
+            return StableDiffusion3Pipeline.from_pretrained(path, dtype=dtype, **absent)
         except OSError as error:
             if Path(path).is_dir():
                 raise InputError("model.path", path, f"is incomplete ({str(error).splitlines()[0]})") from None
@@ -142,6 +140,6 @@ def load_pipeline(path: str, dtype: torch.dtype) -> Any:
 
 
 def _missing(path: str) -> InputError:
-    problem = "these weights are not here: no such folder, not in the hub's cache, and the hub cannot be reached"
+    problem = "these weights are not here (no such folder, not in the hub's cache) and were not fetched"
     fix = f"a folder made with `hf download {path} --local-dir FOLDER` (gated models: `hf auth login` first)"
     return InputError("model.path", path, problem, fix)

@@ -1,5 +1,6 @@
 """Finding reward functions, calling them, and holding them to their contract."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,11 +37,6 @@ class Scores:
 
     parts: dict[str, Float[Tensor, "prompts leaves"]]
     total: Float[Tensor, "prompts leaves"]
-
-    @property
-    def failed(self) -> int:
-        """Leaves without a score."""
-        return int(self.total.isnan().sum())
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,15 @@ def load_rewards(configs: Mapping[str, RewardConfig], how: str = "zscore") -> Re
             "every reward's weight is 0, so nothing is optimised",
             "a weight other than 0",
         )
-    functions = {name: _find(f"rewards.{name}.fn", config.fn) for name, config in configs.items()}
+    functions: dict[str, Reward] = {}
+    problems: list[str] = []
+    for name, config in configs.items():
+        try:
+            functions[name] = _find(f"rewards.{name}.fn", config.fn)
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError.joined(problems)
     return Rewards(functions, {name: config.weight for name, config in configs.items()}, how)
 
 
@@ -111,4 +115,9 @@ def _find(key: str, spec: str) -> Reward:
     """A built-in reward by name, or the user's own."""
     if spec in NOT_YET:
         raise InputError(key, spec, NOT_YET[spec])
-    return find(key, BUILT_IN.get(spec, spec), BUILT_IN)
+    function = find(key, BUILT_IN.get(spec, spec), BUILT_IN)
+    try:
+        inspect.signature(function).bind("images", "prompts", "columns")
+    except TypeError:
+        raise InputError(key, spec, "does not take what a reward is given", "(images, prompts, columns)") from None
+    return function
