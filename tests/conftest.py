@@ -6,6 +6,8 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Two workers share the machine, and small tensors gain nothing from threads. Must be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines advertise AMX and trap on its instructions, which ends Python at the first bf16 product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # A time is never a test's outcome, and a run's examples are the same on every machine.

@@ -14,17 +14,13 @@ from safetensors.torch import load_file
 
 import arborl.job as job_module
 import arborl.train as loop
+from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.log import claim_folder
 from arborl.train import train
 
 ROOT = Path(__file__).parent.parent
 MIXTURE = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=8", "log.record_every=0", "train.ema_decay=0.9"]
-
-
-def arborl(*arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "arborl", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, **options)
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -66,7 +62,7 @@ def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_path: Path, number: signal.Signals):
     settings = [*MIXTURE, "train.epochs=60", "log.save_every=1000"]
-    assert arborl("train", *settings, "run_name=whole", cwd=tmp_path).returncode == 0
+    whole = train(load_config("tree", [*settings, "run_name=whole", f"log.dir={tmp_path}"]))
     command = [sys.executable, "-m", "arborl", "train", *settings, "run_name=cut"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     log, deadline = tmp_path / "runs" / "cut" / "metrics.jsonl", time.monotonic() + 60
@@ -79,14 +75,13 @@ def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_p
     assert process.returncode == 130
     assert "arborl train --resume runs/cut" in errors
     assert "Traceback" not in errors
-    done = arborl("train", "--resume", "runs/cut", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "cut")
+    cut = tmp_path / "runs" / "cut"
+    train(read_config(cut / "config.yaml"), resume=cut)
+    assert_same_run(whole, cut)
 
 
 def launcher(processes: int, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
-    launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     return [*launcher, str(ROOT / "train.py"), *arguments], environment
 
@@ -216,16 +211,17 @@ def test_the_reference_is_the_policy_at_the_start_in_bf16_too(tmp_path: Path, sd
     assert timeless(run)[0]["kl"] == 0.0
 
 
-def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path):
-    assert arborl("train", *MIXTURE, "train.epochs=1", "run_name=x", cwd=tmp_path).returncode == 0
-    weights = last_checkpoint(tmp_path / "runs" / "x") / "weights.safetensors"
+def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path, capsys):
+    run = train(load_config("tree", [*MIXTURE, "train.epochs=1", f"log.dir={tmp_path}", "run_name=x"]))
+    weights = last_checkpoint(run) / "weights.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:100])
     (weights.parent / "ema.safetensors").unlink()
-    done = arborl("eval", "--run", "runs/x", cwd=tmp_path)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "cannot be read" in done.stderr
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "--run", str(run)])
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert "cannot be read" in lines[-1]
 
 
 def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, monkeypatch, capsys):
