@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
 from jaxtyping import Bool, Float, Int
@@ -302,7 +302,8 @@ def precision(config: Config) -> str:
     """The arithmetic that `train.mixed_precision` means here; a launcher that was told bf16 is heeded."""
     if config.train.mixed_precision != "auto":
         return config.train.mixed_precision
-    return "bf16" if torch.cuda.is_available() or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else "no"
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    return "bf16" if told or "cuda" in str(PartialState().device) else "no"
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers, is_tensorboard_available
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .collect import gather
@@ -84,7 +85,7 @@ class Run:
         if text in self.warned:
             return
         self.warned.add(text)
-        self.console.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
     def _drop_metrics_from(self, epoch: int) -> None:
         """A resumed run repeats the epochs after its checkpoint: what was logged of them goes."""

@@ -8,6 +8,7 @@ from .batches import batches
 from .config.schema import SampleConfig
 from .core.kernels import Coefficients, transition
 from .core.noise import Key, normal
+from .core.plain import like
 from .core.tree import Plan
 from .models.base import Cond, Model
 from .record import Record
@@ -38,7 +39,7 @@ def rollout(
         v = predict(model, x, plan.timestep[level.parents], cond, config.batch_size, config.pad_batches)
         if clean is not None:
             sigma = plan.sigma[level.parents]
-            clean[level.parents] = x[0] - sigma.to(x).view(-1, *[1] * len(model.latent_shape)) * v[0]
+            clean[level.parents] = x[0] - like(sigma, x).view(-1, *[1] * len(model.latent_shape)) * v[0]
         children = plan.child[level.edges]
         gaussian = transition(
             x[:, level.slot].flatten(0, 1),
@@ -77,7 +78,7 @@ def predict(
 ) -> Float[Tensor, "prompts n *latent"]:
     """The model's velocities in micro-batches; small frontiers of different prompts share a call."""
     prompts, n = x.shape[:2]
-    flat, times = x.flatten(0, 1), t.repeat(prompts).to(x)
+    flat, times = x.flatten(0, 1), like(t.repeat(prompts), x)
     out = torch.empty_like(flat)
     for batch in batches(prompts * n, batch_size, pad):
         index = batch.rows.to(x.device)

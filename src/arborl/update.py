@@ -16,6 +16,7 @@ from .config.schema import Config, TrainConfig
 from .core.kernels import Coefficients, transition
 from .core.loss import clipped_surrogate
 from .core.noise import Key
+from .core.plain import like
 from .core.tree import Plan
 from .models.base import Model
 from .record import Record
@@ -118,7 +119,7 @@ def _loss(
     plan, device = record.plan, model.device
     prompt, node = batch.parents.unbind(1)
     x = record.latents[prompt, node].to(device)
-    t = plan.timestep[node].to(x)
+    t = like(plan.timestep[node], x)
     cond = record.cond[prompt.to(device)]
     child = record.latents[batch.prompt, plan.child[batch.edge]].to(device)
     row = batch.row.to(device)
@@ -127,7 +128,7 @@ def _loss(
 
     new = policy.log_density(child)
     old = record.log_density[batch.prompt, batch.edge].to(device)
-    loss, seen = clipped_surrogate(new, old, advantage[batch.prompt, batch.edge].to(new), config.clip)
+    loss, seen = clipped_surrogate(new, old, like(advantage[batch.prompt, batch.edge], new), config.clip)
     ratio = seen["ratio"]
     if first:
         stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())
@@ -152,7 +153,7 @@ def _idle_loss(model: Model, record: Record) -> Float[Tensor, ""]:
     """A forward whose gradient is zero: ranks must run the same number of backward passes, also those out of work."""
     x = record.latents[:1, 0].to(model.device)
     first = torch.zeros(1, dtype=torch.long, device=model.device)
-    return 0.0 * model.predict(x, record.plan.timestep[:1].to(x), record.cond[first]).sum()
+    return 0.0 * model.predict(x, like(record.plan.timestep[:1], x), record.cond[first]).sum()
 
 
 def _edges(plan: Plan, keep: Bool[Tensor, "prompts edges"]) -> Edges:

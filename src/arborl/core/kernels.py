@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .errors import InputError
+from .plain import like
 from .schedule import Schedule
 
 
@@ -109,7 +110,7 @@ class Gaussian(NamedTuple):
 
 def transition(x: Float[Tensor, "n *latent"], v: Float[Tensor, "n *latent"], coefficients: Coefficients) -> Gaussian:
     """The Gaussian of each edge, in the state's own precision (float32)."""
-    a, b, std = (c.to(x) for c in coefficients)
+    a, b, std = (like(c, x) for c in coefficients)
     return Gaussian(_per_sample(a, x) * x + _per_sample(b, x) * v, std)
 
 

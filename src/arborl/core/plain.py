@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Tensors as Python lists, and unique: the few calls whose types torch leaves open, closed in one place."""
+"""Small conversions; the few calls whose types torch leaves open are closed here."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ def floats(values: Tensor) -> list[float]:
 
 def bools(values: Tensor) -> list[bool]:
     return values.tolist()
+
+
+def like(values: Tensor, other: Tensor) -> Tensor:
+    """In the other's dtype and on its device, in this order: not every device has float64."""
+    return values.to(other.dtype).to(other.device)
 
 
 def unique(values: Tensor) -> tuple[Tensor, Tensor]:

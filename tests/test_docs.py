@@ -1,0 +1,67 @@
+"""What is written for people: links lead somewhere, and what the pages name exists."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from arborl.cli import app
+from arborl.config import knobs, load_config, presets
+from arborl.train import train
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@every_page
+def test_every_internal_link_resolves(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every line of a page's shell blocks, split into words."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@every_page
+def test_commands_name_what_exists(page: Path):
+    """Sub-commands, presets and settings of every command on a page are real (running them is other tests' work)."""
+    for words in commands(page):
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            continue
+        if words[0] == "arborl":
+            assert words[1] in app.commands
+        settings = [word for word in words if re.match(r"^[a-z_.]+=", word)]
+        preset = words[words.index("--config-name") + 1] if "--config-name" in words else "tree"
+        assert preset in presets()
+        load_config(preset, settings)
+
+
+def test_every_metric_is_explained(tmp_path: Path):
+    run = train(load_config("tree", ["train.epochs=1", "eval.num_prompts=2", f"log.dir={tmp_path}"]))
+    explained = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    for name in json.loads((run / "metrics.jsonl").read_text().splitlines()[0]):
+        generic = re.sub(r"^rewards/place/", "rewards/<name>/", re.sub(r"^eval/place", "eval/<reward>", name))
+        generic = "time/<stage>" if name.startswith("time/") else generic
+        assert {generic, f"/{generic.rsplit('/', 1)[-1]}"} & explained, name
+
+
+def test_every_preset_is_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert all(f"| `{name}`" in text for name in presets())
+
+
+@every_page
+def test_settings_named_in_prose_exist(page: Path):
+    known = {key for key, _ in knobs()}
+    sections = "model|sample|tree|kernel|advantage|train|eval|log|prompts"
+    for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text()):
+        assert key in known or key.endswith((".py", ".yaml")), key
