@@ -51,7 +51,7 @@ class TestConfiguration:
     def test_every_option_of_every_group_composes(self):
         for group in groups():
             for option in options(group):
-                load_config("tree", [f"{group}={option}"])
+                assert load_config("tree", [f"{group}={option}"]).tree.w >= 1
 
     def test_every_knob_has_a_sentence(self):
         for key, item in knobs():

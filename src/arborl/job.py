@@ -112,7 +112,8 @@ class Job:
         summed = dict(zip(SUMS, gather(sums[None], self.accelerator).sum(0).tolist(), strict=True))
         edges, parents = summed.pop("edges"), summed.pop("parents")
         metrics |= {"edges": edges, "parents": parents}
-        metrics |= {name: value / edges for name, value in summed.items() if edges}
+        with_kl = self.config.train.kl > 0
+        metrics |= {name: value / edges for name, value in summed.items() if edges and (with_kl or name != "kl")}
         metrics |= {
             "ratio_error": float(gather(stats.ratio_error.cpu().view(1), self.accelerator).max()),
             "grad_norm": stats.grad_norm,
@@ -124,7 +125,7 @@ class Job:
         self._check(metrics)
         state.epoch += 1
         state.forwards += plan.forwards * len(advantage) * ranks
-        state.forwards += int(parents) if self.config.train.kl > 0 else 0  # the reference's
+        state.forwards += int(parents) if with_kl else 0  # the reference's
         state.forward_backwards += int(parents)
         return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
 

@@ -21,7 +21,7 @@ from .core.tree import Plan
 from .models.base import Model
 from .record import Record
 
-SUMS = ("edges", "parents", "loss", "ratio", "clipped", "approx_kl", "kl")
+SUMS = ("edges", "parents", "loss", "ratio", "clip_ratio", "approx_kl", "kl")
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _loss(
         parents=len(torch.unique(batch.row)),
         loss=loss,
         ratio=ratio.sum(),
-        clipped=seen["clipped"].sum(),
+        clip_ratio=seen["clipped"].sum(),
         approx_kl=(ratio - 1 - (new.detach() - old)).sum(),
     )
     if config.kl > 0:
