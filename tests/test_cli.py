@@ -52,6 +52,18 @@ def by_column(images, prompts, columns):
     assert len(columns["target"]) == len(prompts) == len(images)
     return torch.tensor([float(value) for value in columns["target"]])
 
+def same(images, prompts, columns):
+    return torch.full((len(prompts),), 0.1)
+
+calls = 0
+
+def flaky(images, prompts, columns):
+    global calls
+    calls += 1
+    if calls == 5:  # the probe, the evaluation, two epochs
+        raise ConnectionError("the service is down")
+    return images.flatten(1).mean(1)
+
 number = 3
 """
 
@@ -221,6 +233,19 @@ def test_no_score_at_all_trains_nothing_and_says_so(here, capsys):
     run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:never")
     row = metrics(here / "runs" / "x")[0]
     assert (row["reward"], row["reward_failed"], row["steps"]) == (None, 32, 0)
+    assert capsys.readouterr().err.count("no leaf got a score") == 1
+
+
+def test_scores_that_do_not_differ_are_told(here, capsys):
+    run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:same", "train.kl=0")
+    assert capsys.readouterr().err.count("no prompt's leaves differ in score") == 1
+
+
+def test_a_reward_that_raises_in_the_middle_loses_no_epoch(here, capsys):
+    with pytest.raises(ConnectionError):
+        main(["train", *SHORT, *OWN, "train.epochs=9", "rewards.x.fn=own_rewards:flaky"])
+    assert "2 epochs saved. To go on: arborl train --resume runs/x" in capsys.readouterr().err
+    assert (here / "runs" / "x" / "checkpoints" / "epoch_000002" / "weights.safetensors").is_file()
 
 
 def test_parts_of_a_reward_are_logged_apart(here, capsys):
@@ -251,12 +276,12 @@ def test_eval_and_sample_from_a_run(here, capsys):
     summary = json.loads((here / "runs" / "x" / "summary.json").read_text())
     assert answer["rewards"]["place"]["mean"] == pytest.approx(summary["heldout_after"], abs=1e-6)
     assert (answer["prompts"], answer["failed"]) == (8, 0)
-    run_ok("eval", "--run", "runs/x")
+    run_ok("eval", "--run", "runs/x/checkpoints/epoch_000001")
     assert "place" in capsys.readouterr().out
     run_ok("sample", "--run", "runs/x", "-p", "a dot at the top left", "-p", "a dot", "--out", "pictures")
-    assert files(here / "pictures") == {"00000.png", "00001.png", "sheet.png"}
+    assert files(here / "pictures") == {"00000.png", "00001.png", "sheet.png", "index.jsonl"}
     run_ok("sample", "--out", "base")
-    assert len(files(here / "base")) == 5
+    assert len(files(here / "base")) == 6
 
 
 def test_looking_at_what_is_not_a_run(here, capsys):
@@ -278,10 +303,12 @@ def test_what_a_resumed_run_may_not_change(here, capsys):
 def test_going_on_where_one_cannot(here, capsys):
     run_ok("train", *SHORT)
     for extra, words in {
-        ("train.epochs=1",): ["train.epochs=1", "2 or more"],
+        ("train.epochs=1",): ["train.epochs=1", "2 epochs already"],
+        ("tree.k=3",): ["train.epochs=2", "2 epochs already"],
         ("--config-name", "flat"): ["--config-name=flat"],
     }.items():
         before = (here / "runs" / "x" / "metrics.jsonl").read_bytes()
+        settings = (here / "runs" / "x" / "config.yaml").read_bytes()
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main(["train", "--resume", "runs/x", *extra])
@@ -289,6 +316,7 @@ def test_going_on_where_one_cannot(here, capsys):
         message = capsys.readouterr().err
         assert all(word in message for word in words)
         assert (here / "runs" / "x" / "metrics.jsonl").read_bytes() == before
+        assert (here / "runs" / "x" / "config.yaml").read_bytes() == settings
 
 
 def test_what_may_change_when_a_run_goes_on(here, capsys):
@@ -308,7 +336,9 @@ def test_what_may_change_when_a_run_goes_on(here, capsys):
     assert (here / "runs" / "c" / "checkpoints" / "epoch_000003" / "ema.safetensors").is_file()
     optimizer = torch.load(here / "runs/b/checkpoints/epoch_000003/optimizer.pt", weights_only=True)
     assert optimizer["param_groups"][0]["lr"] == 0.5
+    assert "changed from epoch 2 on: train.learning_rate: 0.001 -> 0.5" in capsys.readouterr().err
     shutil.rmtree("runs/a/checkpoints")
+    (here / "runs" / "a" / "summary.json").unlink()
     with (here / "runs" / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 3, "rew')  # as a kill leaves it
     run_ok("train", "--resume", "runs/a")
@@ -323,8 +353,13 @@ def test_yaml_files_of_ones_own(here, capsys):
         main(["plan", "--config-name", "broken.yaml"])
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-    run_ok("plan", "--config-name", "bare.yaml", "--json")
-    assert json.loads(capsys.readouterr().out)["images"] == 16
+    run_ok("plan", "--config-name", "bare", "sample.num_prompts=3", "--json")
+    assert json.loads(capsys.readouterr().out)["images"] == 12
+    (here / "wrong.yaml").write_text("defaults: [tree, _self_]\ntree: {kk: 2}\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--config-name", "wrong.yaml"])
+    assert stopped.value.code == 2
+    assert "tree.kk: unknown key in a yaml file (nearest: tree.k)" in capsys.readouterr().err
 
 
 def test_help_and_plan_read_well(capsys):

@@ -37,7 +37,9 @@ config_option = click.option(
     help=f"Preset ({', '.join(presets())}) or a yaml file of your own.  [default: tree]",
 )
 run_option = click.option(
-    "--run", type=click.Path(path_type=Path), help="Use this run's settings and its newest weights."
+    "--run",
+    type=click.Path(path_type=Path),
+    help="Use this run's settings and newest weights; or name a checkpoint in it.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
 
@@ -128,8 +130,12 @@ def sample(
         pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
     for i, picture in enumerate(pictures):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(to / f"{i:05d}.png")
+    rows = [{"file": f"{i:05d}.png", "prompt": text, "seed": config.seed} for i, text in enumerate(prompts.texts)]
+    (to / "index.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     sheet(pictures[:64], prompts.texts[:64], to / "sheet.png")
-    out.print(f"{len(pictures)} pictures and sheet.png in {to}")
+    out.print(f"{to}: {len(pictures)} picture(s), sheet.png, and index.jsonl with their prompts")
 
 
 @app.command("eval")
@@ -163,7 +169,7 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
         click.echo(json.dumps({"prompts": found.prompts, "failed": found.failed, "rewards": scores}))
         return
     table = Table(
-        "reward", "mean", "± standard error", title=f"{found.prompts} prompts, {found.failed} without a score"
+        "reward", "mean", "± standard error", title=f"{found.prompts} pictures, {found.failed} without a score"
     )
     for name, mean in found.mean.items():
         table.add_row(name, f"{mean:.4f}", f"{found.stderr[name]:.4f}")
@@ -179,6 +185,7 @@ def _config_of(run: Path | None, name: str | None, overrides: Sequence[str], fix
         return load_config(name or "tree", overrides)
     from .checkpoint import latest
 
+    run, _ = _run_and_checkpoint(run)
     latest(run)  # says so if the folder is not a run's
     if name is not None:
         raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
@@ -187,6 +194,11 @@ def _config_of(run: Path | None, name: str | None, overrides: Sequence[str], fix
             key, _, value = text.partition("=")
             raise InputError(key, value, "cannot change when a run goes on", "the value it was started with")
     return read_config(run / "config.yaml", overrides)
+
+
+def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
+    """A run's folder, or one of the checkpoints in it."""
+    return (path.parent.parent, path) if (path / "state.json").is_file() else (path, None)
 
 
 def _load(config: Config, run: Path | None) -> Any:
@@ -200,7 +212,8 @@ def _load(config: Config, run: Path | None) -> Any:
     accelerator = Accelerator(mixed_precision=precision(config))
     model = load_model(config, accelerator.device)
     if run is not None:
-        checkpoint = latest(run)
+        folder, checkpoint = _run_and_checkpoint(run)
+        checkpoint = checkpoint or latest(folder)
         if checkpoint is None:
             raise InputError("run", run, "has no checkpoint yet")
         load_weights(trainable(model.module), weights_of(checkpoint))
@@ -234,7 +247,8 @@ def _print_plan(config: Config, found: dict[str, Any]) -> None:
     out.print(
         f"Per process and epoch: {found['images']} images, {found['training_samples']} training samples "
         f"({prompts} prompts). A forward costs 1, a forward+backward {BACKWARD_COST}.\n"
-        f"Flat GRPO with as many images costs {found['ratio']:.2f} times as much, averaged over the window's places."
+        f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
+        "window's places."
     )
 
 

@@ -122,6 +122,9 @@ def draw_tree(tree: RecordedTree, path: Path) -> None:
         frame = {"edgecolor": "#444444", "linewidth": 0.6}
         axes.add_artist(AnnotationBbox(picture, (across[node], place[node]), bboxprops=frame, pad=0.1))
     total = tree.scores["total"]
+    several = len([name for name in tree.scores if "/" not in name]) > 2
+    label = "weighted\nz-scores" if several else "score"
+    axes.text(ticks[-1] + 0.24, -0.95, label, va="center", ha="left", fontsize=8, color="#555555")
     for index, leaf in enumerate(leaves):
         score = float(total[index])
         text = "no score" if score != score else f"{score:.3f}"

@@ -4,20 +4,26 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    parse_flag_from_env,
+)
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from . import log
 from .checkpoint import Ema, State, checkpoints, latest, trainable
 from .collect import gather
+from .config import read_config
 from .config.schema import Config
 from .core.advantage import advantages
 from .core.errors import InputError
@@ -49,6 +55,7 @@ class Job:
     state: State
     run: log.Run
     ratio_checked: bool = False
+    finished: bool = False
 
     def prompts_of(self, epoch: int) -> tuple[Prompts, Int[Tensor, " prompts"]]:
         """This rank's prompts of an epoch, and their places among those of all ranks."""
@@ -63,9 +70,8 @@ class Job:
         return decode_and_score(self.model, self.rewards, record.leaves, prompts, size)[0]
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
-        config, density = self.config.advantage, record.log_density.cpu()
-        knobs = {"temperature": config.temperature, "backup": config.backup}
-        return advantages(config.name, plan, scores.total, density, self.config.train.adv_clip, **knobs)
+        knobs, density = asdict(self.config.advantage), record.log_density.cpu()
+        return advantages(knobs.pop("name"), plan, scores.total, density, self.config.train.adv_clip, **knobs)
 
     def records(self, epoch: int) -> bool:
         every = self.config.log.record_every
@@ -143,6 +149,10 @@ class Job:
 
     def _check(self, metrics: dict[str, float]) -> None:
         """Say once what should not be: a first update whose densities are not the rollout's; broken gradients."""
+        if metrics["reward"] != metrics["reward"]:
+            self.run.warn_once("no leaf got a score this epoch, so nothing was trained: the reward answered NaN alone")
+        elif not metrics["steps"]:
+            self.run.warn_once("no prompt's leaves differ in score this epoch, so there was nothing to learn")
         if metrics["steps_broken"]:
             self.run.warn_once("a gradient was not finite and its step was left out (steps_broken counts them)")
         if self.ratio_checked or not metrics["steps"]:
@@ -170,11 +180,11 @@ class Job:
         if self.accelerator.is_main_process and len(found.pictures):
             captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
             sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
-        first = next(iter(self.rewards.functions))
-        self.run.say(
-            f"evaluation after {epoch} epochs: {first} {found.mean[first]:.4f} ± {found.stderr[first]:.4f} "
-            f"on {found.prompts} prompts" + (f", {found.failed} without a score" if found.failed else "")
+        shown = ", ".join(
+            f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}" for name in self.rewards.functions
         )
+        without = f", {found.failed} without a score" if found.failed else ""
+        self.run.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}{without}")
         return found
 
     def save(self) -> None:
@@ -186,12 +196,14 @@ class Job:
             self.save()
 
     def leave(self, torn: bool) -> None:
-        """After an interrupt: keep what is whole, and say how to go on."""
-        if not torn:
-            self.save()
-        kept = checkpoints(self.run.folder / "checkpoints")
-        after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
-        self.run.say(f"stopped; {after} saved. To go on: arborl train --resume {self.run.folder}")
+        """At the end, come as it may: a run that was cut off keeps what is whole and says how to go on."""
+        if not self.finished:
+            if not torn:
+                self.save()
+            kept = checkpoints(self.run.folder / "checkpoints")
+            after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
+            self.run.say(f"stopped; {after} saved. To go on: arborl train --resume {self.run.folder}")
+        self.run.close()
 
     def finish(self) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
@@ -200,6 +212,7 @@ class Job:
         with run.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()
         run.log(epochs, metrics)
+        self.finished = True
         if not self.accelerator.is_main_process:
             return
         rows = run.read_metrics()
@@ -218,7 +231,7 @@ class Job:
         split = sorted(log.seconds_by_stage(rows).items(), key=lambda item: -item[1])
         run.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
         numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
-        shown = ["no score" if number is None else f"{number:.4f}" for number in numbers]
+        shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
         run.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 
@@ -265,11 +278,12 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     state = State(parameters, optimizer, Ema(parameters, train.ema_decay, train.ema_every))
     if checkpoint:
         state.load(checkpoint)
-        if train.epochs < state.epoch:
-            raise InputError(
-                "train.epochs", train.epochs, f"the run has {state.epoch} already", f"{state.epoch} or more"
-            )
+    if resume and train.epochs <= state.epoch and (train.epochs < state.epoch or (resume / "summary.json").exists()):
+        raise InputError("train.epochs", train.epochs, f"the run has {state.epoch} epochs already", "more, to go on")
+    changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
     run = log.Run(config, accelerator, resume, state.epoch)
+    for text in changed:
+        run.say(f"changed from epoch {state.epoch} on: {text}")
     for text in warnings_about(config):
         run.warn_once(text)
     return Job(config, accelerator, model, rewards, prompts, held_out, state, run)
@@ -304,7 +318,8 @@ def precision(config: Config) -> str:
     if config.train.mixed_precision != "auto":
         return config.train.mixed_precision
     told = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    return "bf16" if told or "cuda" in str(PartialState().device) else "no"
+    on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    return "bf16" if told or on_gpu else "no"
 
 
 @torch.no_grad()

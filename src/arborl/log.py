@@ -118,6 +118,12 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changes(before: Config, after: Config) -> list[str]:
+    """The settings that differ, each as `key: old -> new`."""
+    old, new = _flat(asdict(before)), _flat(asdict(after))
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
 def check_folder(config: Config) -> None:
     """A run is never overwritten: its name must be new."""
     folder = Path(config.log.dir) / config.run_name
@@ -180,12 +186,19 @@ class Bar:
         split = " ".join(
             f"{name} {metrics[f'time/{name}']:.1f}s" for name in STAGES if metrics.get(f"time/{name}", 0) >= 0.05
         )
-        text = f"reward {metrics['reward']:.4f} ± {metrics['reward_std']:.4f}"
+        names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
+        names = [name.split("/")[1] for name in names if name.count("/") == 2]
+        if len(names) > 1:  # the score that is optimised is a sum of z-scores, which says little
+            text = " ".join(f"{name} {metrics[f'rewards/{name}/mean']:.4f}" for name in names)
+        else:
+            text = f"reward {metrics['reward']:.4f}"
+        text += f" (std within a prompt {metrics['reward_std']:.4f})"
+        text += f" {metrics['reward_failed']:.0f} without a score" if metrics["reward_failed"] else ""
         self.progress.update(self.task, advance=1, text=f"{text} {split}")
         if self.progress.disable and (time.monotonic() - self.last_line > 10 or self.progress.finished):
             task = self.progress.tasks[self.task]
             eta = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
-            self.run.say(f"epoch {int(task.completed)}/{int(task.total or 0)}: {text}{eta} ({split})")
+            self.run.say(f"epoch {int(task.completed)}/{int(task.total or 0)}: {text}{eta} {split}")
             self.last_line = time.monotonic()
 
 
@@ -193,25 +206,25 @@ class Interrupts:
     """Ctrl-C and SIGTERM: at once where nothing is half done, after the update where something would be.
 
     Several processes must leave together, so there they wait for the end of the epoch. Both signals arrive as
-    KeyboardInterrupt; a second one is never held back, and leaves the weights in the middle of an update (`torn`).
+    KeyboardInterrupt; a second one is never held back.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.holding = self.waiting = self.torn = False
+        self.torn = False  # weights, counters and metrics are on their way from one epoch to the next
+        self.waiting = False  # an interrupt has come and is held back
         self.since = 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         together = self.accelerator.num_processes > 1
         if together and self.waiting and time.monotonic() - self.since < 2:
             return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
-        if (self.holding or together) and not self.waiting:
+        if (self.torn or together) and not self.waiting:
             self.waiting, self.since = True, time.monotonic()
             if self.accelerator.is_main_process:
                 when = "this epoch" if together else "this epoch's update"
                 print(f"\nfinishing {when} before leaving; interrupt again to leave at once", file=sys.stderr)
             return
-        self.torn = self.waiting
         raise KeyboardInterrupt
 
     @contextmanager
@@ -228,12 +241,13 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, the first interrupt waits for the end of the block, where all processes agree to leave."""
-        self.holding = True
-        try:
-            yield
-        finally:
-            self.holding = False
+        """Inside, the first interrupt waits for the end of the block, where all processes agree to leave.
+
+        Whatever else leaves the block early, an error or a second interrupt, leaves it `torn`.
+        """
+        self.torn = True
+        yield
+        self.torn = False
         waiting = torch.tensor([float(self.waiting)])
         if bool(gather(waiting, self.accelerator).any()):
             self.waiting = False

@@ -1,5 +1,6 @@
 """From configuration to plans, and what a run will cost before it starts."""
 
+from dataclasses import asdict
 from typing import Any
 
 from .config.schema import Config
@@ -20,20 +21,8 @@ def kernel_of(config: Config) -> str:
 
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     """The trees of one prompt at an epoch."""
-    tree, sample, kernel = config.tree, config.sample, config.kernel
-    knobs = {
-        "eta": kernel.eta,
-        "excess_noise": kernel.excess_noise,
-        "k": tree.k,
-        "w": tree.w,
-        "s": tree.s,
-        "tou": tree.tou,
-        "max_leaves": tree.max_leaves,
-        "num_trees": sample.num_trees,
-        "group_size": sample.group_size,
-        "shared_noise": sample.shared_noise,
-    }
-    return PLANS[tree.plan](schedule, kernel_of(config), epoch, **knobs)
+    knobs = asdict(config.tree) | asdict(config.kernel) | asdict(config.sample)  # a plan takes those it knows
+    return PLANS[config.tree.plan](schedule, kernel_of(config), epoch, **knobs)
 
 
 def check_plan(config: Config) -> None:

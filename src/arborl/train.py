@@ -46,9 +46,6 @@ def train(config: Config, resume: Path | None = None) -> Path:
                 with run.stage("checkpoint"):
                     job.save_if_due()
         job.finish()
-    except KeyboardInterrupt:
-        job.leave(interrupts.torn)
-        raise
     finally:
-        run.close()
+        job.leave(interrupts.torn)
     return run.folder

@@ -52,17 +52,16 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
 def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
     folder, name, search = _locate(name)
-    for text in overrides:
-        _check_override(text)
-    # A reward's name is the user's own, which Hydra's grammar for typed nodes cannot add: those come after composing.
-    later = [text for text in overrides if text.lstrip("+~").startswith("rewards.")]
+    chosen = [text for text in overrides if _check_override(text).key_or_group in groups()]
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
-            composed = compose(config_name=name, overrides=[*search, *(o for o in overrides if o not in later)])
+            composed = compose(config_name=name, overrides=[*search, *chosen])
             composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
-            for text in later:
-                _apply(composed, text)
+            # Single keys come last, on the whole schema: a reward's name is the user's own, a preset may lack parts.
+            for text in overrides:
+                if text not in chosen:
+                    _apply(composed, text)
         except (HydraException, OmegaConfBaseException) as error:
             raise _one_line(error, overrides) from None
         except YAMLError as error:
@@ -89,8 +88,8 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def _locate(name: str) -> tuple[Path, str, list[str]]:
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).resolve()
+    if name.endswith((".yaml", ".yml")) or (name not in presets() and Path(f"{name}.yaml").is_file()):
+        path = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml").resolve()
         if not path.is_file():
             raise InputError("--config-name", name, "there is no such file")
         return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
@@ -159,11 +158,16 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
     """Hydra's and OmegaConf's reports run over several lines; keep the reason and the key."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    cause: BaseException = error
+    while isinstance(cause.__cause__, OmegaConfBaseException):
+        cause = cause.__cause__
     if isinstance(error, MissingConfigException):
         return InputError("config", error.missing_cfg_file, "is named in the defaults list but does not exist")
     text = str(cause)
     key = getattr(cause, "full_key", None) or (re.search(r"full_key: (\S+)", text) or [None, ""])[1] or "config"
+    if re.search(r"[Kk]ey '\w+' (is )?not in ", text):
+        known = [*(name for name, _ in knobs()), *groups()]
+        return InputError(str(key), None, f"unknown key in a yaml file{_nearest(str(key), known)}")
     reason = text.splitlines()[0]
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
     kind = {name: item.type for name, item in knobs()}.get(str(key))

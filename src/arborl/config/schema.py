@@ -133,7 +133,7 @@ class TrainConfig:
     adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
     kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
     ema_decay: float = knob(
-        0.0, "Decay of the weight average used for evaluation and export; 0 is off.", low=0, below=1
+        0.0, "Decay of the weight average that evaluation and sampling use; 0 is off.", low=0, below=1
     )
     ema_every: int = knob(1, "Optimizer steps between two updates of that average.", low=1)
     cfg_grad: str = knob(

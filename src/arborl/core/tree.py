@@ -4,6 +4,7 @@ Nodes are numbered breadth first, the roots first, so the edge e leads into node
 (log-density, advantage) and what is known per node (latents) line up without a table.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,16 +153,9 @@ def grow(
             f"kernel {kernel} cannot scale its noise",
             f"1, or one of the kernels {', '.join(sorted(TAKES_KAPPA))}",
         )
-    width = trees
-    for children in arity:
-        width *= children
-        if width > max_leaves:
-            raise InputError(
-                "tree.max_leaves",
-                max_leaves,
-                f"the plan has {width} leaves a prompt or more",
-                f"{width} or more",
-            )
+    leaves = trees * math.prod(arity)
+    if leaves > max_leaves:
+        raise InputError("tree.max_leaves", max_leaves, f"the plan has {leaves} leaves a prompt", f"{leaves} or more")
     parents: list[Tensor] = []
     first, width = 0, trees
     for children in arity:

@@ -34,7 +34,9 @@ class Cond:
 
 
 class Model(ABC):
-    """A flow or diffusion model. A new family is one file with `encode`, `predict`, `decode` and a latent shape."""
+    """A flow or diffusion model. A new family is one file: a subclass with `encode`, `predict` and `decode`, whose
+    `__init__(config, device)` calls this one and sets `module` and `latent_shape`. LoRA wants `lora_targets` too.
+    """
 
     kernel: ClassVar[str] = "flow_sde"
     """The stochastic kernel that `kernel.name=auto` means for this family."""
@@ -55,7 +57,7 @@ class Model(ABC):
 
     @abstractmethod
     def predict(self, x: Float[Tensor, "n *latent"], t: Float[Tensor, " n"], cond: Cond) -> Float[Tensor, "n *latent"]:
-        """The velocity at latents x, float32 in and out; every sample has its own timestep."""
+        """The velocity at latents x, float32 in and out; t is each sample's own timestep (for flow models σ·1000)."""
 
     @abstractmethod
     def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n 3 height width"]:

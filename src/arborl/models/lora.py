@@ -15,7 +15,9 @@ def inject(module: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -
 
     linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in linear)]
-    if unmatched or not targets:
+    if not targets:
+        raise InputError("model.lora.targets", [], "this model names no layers to adapt", "names of its linear layers")
+    if unmatched:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
         raise InputError("model.lora.targets", unmatched, "no linear layer of the model has such a name", known)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")  # pyright: ignore[reportArgumentType]
