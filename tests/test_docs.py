@@ -64,4 +64,4 @@ def test_settings_named_in_prose_exist(page: Path):
     known = {key for key, _ in knobs()}
     sections = "model|sample|tree|kernel|advantage|train|eval|log|prompts"
     for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text()):
-        assert key in known or key.endswith((".py", ".yaml")), key
+        assert key in known or key.endswith((".py", ".yaml", ".txt")), key

@@ -64,7 +64,7 @@ class Steering(nn.Module):
     """A small network of (x, σ, place) that is added to the exact velocity; its last layer starts at zero.
 
     It fades with σ: the last steps are never stochastic, so nothing a reward says reaches them directly, and a network
-    that acts there is bent by what it learns at the others. Without the fade runs rise to 0.95 and then fall.
+    that acts there is bent by what it learns at the others: without the fade runs rise and then fall (docs/log.md).
     """
 
     def __init__(self, width: int = 64) -> None:
