@@ -250,6 +250,10 @@ def _print_plan(config: Config, found: dict[str, Any]) -> None:
         f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
         "window's places."
     )
+    if config.train.kl > 0:
+        out.print(
+            f"train.kl={config.train.kl} adds {found['training_samples']} forwards of the reference, not counted here."
+        )
 
 
 def _number(value: float) -> float | None:
