@@ -190,7 +190,7 @@ def _config_of(run: Path | None, name: str | None, overrides: Sequence[str], fix
     if name is not None:
         raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
     for text in overrides:
-        if text.lstrip("+~").startswith(fixed or ("\0",)):
+        if text.lstrip("+~").startswith(fixed):
             key, _, value = text.partition("=")
             raise InputError(key, value, "cannot change when a run goes on", "the value it was started with")
     return read_config(run / "config.yaml", overrides)

@@ -123,7 +123,7 @@ def draw_tree(tree: RecordedTree, path: Path) -> None:
         axes.add_artist(AnnotationBbox(picture, (across[node], place[node]), bboxprops=frame, pad=0.1))
     total = tree.scores["total"]
     several = len([name for name in tree.scores if "/" not in name]) > 2
-    label = "weighted\nz-scores" if several else "score"
+    label = "combined\nscore" if several else "score"
     axes.text(ticks[-1] + 0.24, -0.95, label, va="center", ha="left", fontsize=8, color="#555555")
     for index, leaf in enumerate(leaves):
         score = float(total[index])

@@ -128,7 +128,11 @@ def check_folder(config: Config) -> None:
     """A run is never overwritten: its name must be new."""
     folder = Path(config.log.dir) / config.run_name
     if config.run_name != "auto" and folder.exists():
-        raise InputError("run_name", config.run_name, f"{folder} exists", f"another name, or --resume {folder}")
+        raise _taken(config, folder)
+
+
+def _taken(config: Config, folder: Path) -> InputError:
+    return InputError("run_name", config.run_name, f"{folder} exists", f"another name, or --resume {folder}")
 
 
 def claim_folder(config: Config) -> Path:
@@ -142,7 +146,7 @@ def claim_folder(config: Config) -> Path:
             return folder
         except FileExistsError:
             if config.run_name != "auto":
-                check_folder(config)
+                raise _taken(config, folder) from None
         except OSError as error:
             raise InputError("log.dir", config.log.dir, f"cannot make {folder} ({error.strerror})") from None
 
