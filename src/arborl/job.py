@@ -195,7 +195,7 @@ class Job:
         if self.state.epoch % self.config.log.save_every == 0:
             self.save()
 
-    def leave(self, torn: bool) -> None:
+    def leave(self, torn: bool, together: bool) -> None:
         """At the end, come as it may: a run that was cut off keeps what is whole and says how to go on."""
         if not self.finished:
             if not torn:
@@ -203,6 +203,8 @@ class Job:
             kept = checkpoints(self.run.folder / "checkpoints")
             after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
             self.run.say(f"stopped; {after} saved. To go on: arborl train --resume {self.run.folder}")
+        if self.finished or together:
+            self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing
         self.run.close()
 
     def finish(self) -> None:

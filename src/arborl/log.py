@@ -217,6 +217,7 @@ class Interrupts:
         self.accelerator = accelerator
         self.torn = False  # weights, counters and metrics are on their way from one epoch to the next
         self.waiting = False  # an interrupt has come and is held back
+        self.together = False  # all processes have agreed to leave
         self.since = 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -254,5 +255,5 @@ class Interrupts:
         self.torn = False
         waiting = torch.tensor([float(self.waiting)])
         if bool(gather(waiting, self.accelerator).any()):
-            self.waiting = False
+            self.waiting, self.together = False, True
             raise KeyboardInterrupt

@@ -47,5 +47,5 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     job.save_if_due()
         job.finish()
     finally:
-        job.leave(interrupts.torn)
+        job.leave(interrupts.torn, interrupts.together)
     return run.folder
