@@ -151,16 +151,13 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     Example: arborl eval --run runs/tree-1 eval.num_prompts=512
     """
     from .evaluate import evaluate
-    from .prompts import load_prompts
+    from .job import heldout_prompts
     from .rewards import load_rewards
 
     config = _config_of(run, config_name, overrides)
     rewards = load_rewards(config.rewards, config.advantage.combine)
     model = _load(config, run)
-    if config.eval.prompts:
-        prompts = load_prompts(config.eval.prompts, key="eval.prompts")
-    else:
-        prompts = load_prompts(config.prompts.path, model.default_prompts)
+    prompts = heldout_prompts(config, type(model))
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
     if as_json:

@@ -307,12 +307,19 @@ def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
     # Where something is missing anyway, what a run would have to fetch is worth knowing too.
     attempt(lambda: family.check(config, may_fetch=not problems))
     prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
-    held_out = (
-        attempt(lambda: load_prompts(config.eval.prompts, key="eval.prompts")) if config.eval.prompts else prompts
-    )
+    held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else prompts
     if rewards is None or prompts is None or held_out is None or problems:
         raise InputError.joined(problems)
     return rewards, prompts, held_out
+
+
+def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
+    """What evaluation draws: the file it names, else the model's held-out list, else what training draws."""
+    if config.eval.prompts:
+        return load_prompts(config.eval.prompts, key="eval.prompts")
+    if not config.prompts.path and family.heldout_prompts:
+        return Prompts(list(family.heldout_prompts), {})
+    return load_prompts(config.prompts.path, family.default_prompts)
 
 
 def precision(config: Config) -> str:

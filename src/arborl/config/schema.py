@@ -34,7 +34,7 @@ class LoraConfig:
 class ModelConfig:
     family: str = knob(
         "auto",
-        "Which class drives the model: mixture, sd3, package.module:Class of your own, or auto, "
+        "Which class drives the model: mixture, scenes, sd3, package.module:Class of your own, or auto, "
         "which reads the pipeline's model_index.json.",
     )
     path: str = knob("", "Folder of a diffusers pipeline, or a hub id.")
@@ -45,7 +45,7 @@ class ModelConfig:
         "Precision of frozen weights; auto is bfloat16 on a GPU and float32 on a CPU.",
         choices=("auto", "float32", "bfloat16"),
     )
-    max_sequence_length: int = knob(256, "Text tokens given to T5 (and zero tokens added where there is no T5).", low=1)
+    max_sequence_length: int = knob(256, "Text tokens given to T5 (and zero tokens added where there is no T5).", low=0)
 
 
 @dataclass

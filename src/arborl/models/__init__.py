@@ -13,6 +13,7 @@ __all__ = ["Cond", "Model", "load_model", "model_class"]
 
 FAMILIES = {
     "mixture": "arborl.models.mixture:MixtureModel",
+    "scenes": "arborl.scenes.model:ScenesModel",
     "sd3": "arborl.models.sd3:SD3Model",
 }
 PIPELINES = {"StableDiffusion3Pipeline": "sd3"}

@@ -40,7 +40,11 @@ class Model(ABC):
 
     kernel: ClassVar[str] = "flow_sde"
     """The stochastic kernel that `kernel.name=auto` means for this family."""
+    default_path: ClassVar[str] = ""
+    """Where the weights lie if `model.path` does not say."""
     default_prompts: ClassVar[Sequence[str]] = ()
+    heldout_prompts: ClassVar[Sequence[str]] = ()
+    """For evaluation, where `eval.prompts` names no file and training takes the default ones."""
     lora_targets: ClassVar[Sequence[str]] = ()
 
     module: nn.Module
@@ -78,6 +82,10 @@ class Model(ABC):
     def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
         """The table by the pipeline's own scheduler, for families that bring one."""
         raise InputError("sample.sigmas", config.sample.sigmas, "this model brings no scheduler", "shift")
+
+    @classmethod
+    def path(cls, config: Config) -> str:
+        return config.model.path or cls.default_path
 
     @classmethod  # noqa: B027 (most families have nothing to check)
     def check(cls, config: Config, may_fetch: bool) -> None:

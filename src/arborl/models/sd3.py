@@ -29,7 +29,7 @@ class SD3Model(Model):
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
-        self.pipe: Any = load_pipeline(config.model.path, dtypes(config, device)).to(device)
+        self.pipe: Any = load_pipeline(self.path(config), dtypes(config, device)).to(device)
         self.pipe.set_progress_bar_config(disable=True)
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
             if part is not None:
@@ -46,7 +46,7 @@ class SD3Model(Model):
 
     @classmethod
     def check(cls, config: Config, may_fetch: bool) -> None:
-        locate(config.model.path, may_fetch)
+        locate(cls.path(config), may_fetch)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -67,11 +67,12 @@ class SD3Model(Model):
     def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
+        path = cls.path(config)
         try:
-            scheduler: Any = FlowMatchEulerDiscreteScheduler.from_pretrained(config.model.path, subfolder="scheduler")
+            scheduler: Any = FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
         except OSError:
             raise InputError(
-                "model.path", config.model.path, "has no scheduler to read", "or sample.sigmas=shift"
+                "model.path", path, "has no scheduler to read", "or sample.sigmas=shift"
             ) from None
         scheduler.set_timesteps(steps)
         return Schedule.from_sigmas(scheduler.sigmas.tolist())

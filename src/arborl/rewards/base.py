@@ -24,6 +24,7 @@ BUILT_IN = {
     "brightness": "arborl.rewards.canary:brightness",
     "jpeg": "arborl.rewards.canary:jpeg",
     "place": "arborl.rewards.canary:place",
+    "scene": "arborl.scenes.score:scene",
 }
 NOT_YET = {
     "hps": "HPS-v2.1 and its weights (hps_ckpt/HPS_v2.1_compressed.pt) are not part of this version; "
