@@ -1,6 +1,5 @@
-"""Real diffusers pipelines with random weights, built offline: tiny ones for tests, true sizes for timing."""
+"""Real diffusers pipelines of true size with random weights, built offline, for timing."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,23 +7,6 @@ import torch
 WORDS = ["a", "photo", "of", "cat", "dog", "red", "blue", "house"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-TINY = {
-    "transformer": {
-        "sample_size": 16,
-        "patch_size": 2,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": 4,
-        "joint_attention_dim": 32,
-        "caption_projection_dim": 32,
-        "pooled_projection_dim": 32,
-        "pos_embed_max_size": 16,
-    },
-    "vae": {"block_out_channels": (8, 8), "latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1},
-    "projections": (16, 16),
-}
 SD35_MEDIUM = {
     "transformer": {
         "sample_size": 128,
@@ -72,7 +54,7 @@ def _text_encoder(projection: int) -> Any:
     return CLIPTextModelWithProjection(config).eval()
 
 
-def sd3_pipeline(size: dict[str, Any] = TINY, seed: int = 0, device: str = "cpu") -> Any:
+def sd3_pipeline(size: dict[str, Any] = SD35_MEDIUM, seed: int = 0, device: str = "cpu") -> Any:
     """A StableDiffusion3Pipeline without T5. The text encoders are tiny at every size: they run once a prompt."""
     from diffusers import (
         AutoencoderKL,
@@ -88,7 +70,7 @@ def sd3_pipeline(size: dict[str, Any] = TINY, seed: int = 0, device: str = "cpu"
         # Fresh SD3 blocks end in zeros; without this the velocity would be constant and nothing could be compared.
         for parameter in transformer.parameters():
             if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.08 if size is TINY else 0.02)
+                torch.nn.init.normal_(parameter, std=0.02)
         vae = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * blocks,
             up_block_types=("UpDecoderBlock2D",) * blocks,
@@ -109,9 +91,3 @@ def sd3_pipeline(size: dict[str, Any] = TINY, seed: int = 0, device: str = "cpu"
         text_encoder_3=None,
         tokenizer_3=None,
     )
-
-
-def save_tiny_sd3(folder: Path) -> Path:
-    """A pipeline of 100 thousand parameters with 16×16 latents at 32 px, in a folder as `save_pretrained` leaves it."""
-    sd3_pipeline().save_pretrained(folder)
-    return folder

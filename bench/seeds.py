@@ -73,9 +73,8 @@ def main(cells: tuple[str, ...], config_name: str, seeds: int, workers: int, out
             curve, summary = job.result()
             found[cell][seed] = curve
             shown = " ".join(f"{score:.3f}" for _, score in curve)
-            click.echo(
-                f"[{time.monotonic() - start:4.0f} s] {cell or config_name}, seed {seed}: {shown}  ({summary['seconds']:.0f} s)"
-            )
+            clock, spent = time.monotonic() - start, summary["seconds"]
+            click.echo(f"[{clock:4.0f} s] {cell or config_name}, seed {seed}: {shown}  ({spent:.0f} s)")
             if out:
                 out.write_text(json.dumps(found))
     click.echo("\n| settings | before | after | gain by seed |\n|---|---|---|---|")

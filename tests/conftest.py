@@ -18,7 +18,15 @@ settings.load_profile("arborl")
 
 # Shapes and types are checked at every call while testing; must come before the first import of these modules.
 install_import_hook(
-    ["arborl.core", "arborl.rollout", "arborl.update", "arborl.evaluate", "arborl.job", "arborl.models.base"],
+    [
+        "arborl.core",
+        "arborl.rollout",
+        "arborl.update",
+        "arborl.evaluate",
+        "arborl.job",
+        "arborl.models.base",
+        "arborl.scenes",
+    ],
     "beartype.beartype",
 )
 
@@ -27,32 +35,36 @@ import torch  # noqa: E402
 from arborl.config import load_config  # noqa: E402
 from arborl.config.schema import Config  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
-from bench.pipelines import save_tiny_sd3  # noqa: E402
+from arborl.scenes import FOLDER  # noqa: E402
+from arborl.scenes.grammar import split  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
-def sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_sd3(tmp_path_factory.mktemp("sd3") / "pipeline")
+def sd3_folder() -> Path:
+    """A real pipeline, trained and small."""
+    return FOLDER
 
 
 @pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("a photo of a cat\nred house\na dog\nblue house\n")
+    path.write_text("\n".join(split()[0][:4]))
     return path
 
 
 @pytest.fixture(scope="session")
 def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
+    """That pipeline as any other: by its folder, with LoRA."""
     return [
         "model=sd3",
         f"model.path={sd3_folder}",
-        "model.max_sequence_length=8",
-        "rewards=brightness",
+        "model.max_sequence_length=2",
+        "model.lora.rank=8",
+        "rewards=scene",
         f"prompts.path={prompt_file}",
-        "sample.resolution=32",
+        "sample.resolution=64",
         "sample.num_steps=6",
         "sample.num_prompts=2",
         "tree.w=3",
@@ -60,7 +72,7 @@ def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
     ]
 
 
-def make(overrides: list[str], name: str = "tree") -> tuple[Config, Model]:
+def make(overrides: list[str], name: str = "mixture") -> tuple[Config, Model]:
     """A configuration and its model, ready to roll out."""
     config = load_config(name, overrides)
     return config, load_model(config, CPU)

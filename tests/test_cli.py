@@ -100,7 +100,7 @@ BAD = {
     "out of range": (["train.clip=-1"], ["train.clip=-1", "above 0"]),
     "not a number": (["train.learning_rate=nan"], ["train.learning_rate=nan", "above 0"]),
     "no such choice": (["kernel.name=flow"], ["kernel.name=flow", "flow_sde, dance_sde, cps"]),
-    "no such option": (["model=sd4"], ["model=sd4", "mixture, sd3"]),
+    "no such option": (["model=sd4"], ["model=sd4", "mixture, scenes, sd3"]),
     "a section": (["tree=3"], ["tree=3", "tree.w"]),
     "window outside the steps": (["tree.w=9"], ["tree.w=9", "1..8"]),
     "an empty window": (["tree.w=0"], ["tree.w=0", "1 or more"]),
@@ -119,7 +119,7 @@ BAD = {
     "no model path": (["model=sd3"], ["model.path", "is not set"]),
     "not a pipeline": (["model=sd3", "model.path=not_a_pipeline"], ["not_a_pipeline", "model_index.json"]),
     "another pipeline": (["model.family=auto", "model.path=other_pipeline"], ["CogVideoXPipeline", "StableDiffusion3"]),
-    "unknown family": (["model.family=sdx"], ["model.family=sdx", "mixture, sd3"]),
+    "unknown family": (["model.family=sdx"], ["model.family=sdx", "mixture, scenes, sd3"]),
     "guidance for a model without": (["sample.guidance_scale=3"], ["sample.guidance_scale=3", "no guidance"]),
     "lora that matches nothing": (["model.train=lora", "model.lora.targets=[nose]"], ["model.lora.targets", "hidden"]),
     "no scheduler": (["sample.sigmas=pipeline"], ["sample.sigmas=pipeline", "shift"]),
@@ -161,7 +161,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_written(name, here
     overrides, words = BAD[name]
     before = files(here)
     with pytest.raises(SystemExit) as stopped:
-        main(["train", *overrides])
+        main(["train", *([] if "--config-name" in overrides else ["-c", "mixture"]), *overrides])
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
@@ -178,7 +178,7 @@ def test_an_unknown_preset(capsys):
 
 
 def test_a_run_is_never_overwritten(here, capsys):
-    run = ["train", "train.epochs=1", "run_name=mine", "log.record_every=0"]
+    run = ["train", "-c", "mixture", "train.epochs=1", "run_name=mine", "log.record_every=0"]
     with pytest.raises(SystemExit) as stopped:
         main(run)
     assert stopped.value.code == 0
@@ -200,7 +200,15 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-SHORT = ["train.epochs=2", "sample.num_prompts=2", "eval.num_prompts=8", "log.record_every=1", "run_name=x"]
+SHORT = [
+    "-c",
+    "mixture",
+    "train.epochs=2",
+    "sample.num_prompts=2",
+    "eval.num_prompts=8",
+    "log.record_every=1",
+    "run_name=x",
+]
 
 
 def test_a_run_folder_holds_everything(here, capsys):
@@ -280,7 +288,7 @@ def test_eval_and_sample_from_a_run(here, capsys):
     assert "place" in capsys.readouterr().out
     run_ok("sample", "--run", "runs/x", "-p", "a dot at the top left", "-p", "a dot", "--out", "pictures")
     assert files(here / "pictures") == {"00000.png", "00001.png", "sheet.png", "index.jsonl"}
-    run_ok("sample", "--out", "base")
+    run_ok("sample", "-c", "mixture", "--out", "base")
     assert len(files(here / "base")) == 6
 
 

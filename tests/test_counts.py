@@ -36,7 +36,7 @@ def slow_tree(steps: int, start: int, w: int, k: int) -> tuple[int, int, int]:
 def test_counts_are_those_of_a_tree_grown_node_by_node(w: int, k: int):
     num_trees, num_prompts = 2, 3
     overrides = [f"tree.w={w}", f"tree.k={k}", f"sample.num_trees={num_trees}", f"sample.num_prompts={num_prompts}"]
-    config = load_config("tree", [*overrides, "tree.max_leaves=4096"])
+    config = load_config("mixture", [*overrides, "tree.max_leaves=4096"])
     found = forecast(config)
     per_tree = (k**w - 1) // (k - 1) if k > 1 else w
     assert found["images"] == k**w * num_trees * num_prompts
@@ -149,7 +149,7 @@ def test_the_scheduler_grid_of_the_design():
 )
 def test_a_bad_plan_is_one_line_with_the_key_and_what_is_allowed(overrides, words):
     with pytest.raises(InputError) as error:
-        plans_of_a_run(load_config("tree", overrides))
+        plans_of_a_run(load_config("mixture", overrides))
     assert "\n" not in str(error.value)
     assert all(word in str(error.value) for word in words)
 

@@ -26,8 +26,10 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_tree_learns_and_reaches_flats_final_reward_with_fewer_evaluations(tmp_path: Path, seed: int):
     common = [*QUIET, f"log.dir={tmp_path}", f"seed={seed}"]
-    tree = curve(train(load_config("tree", [*common, "train.epochs=75", "eval.every=5", "run_name=tree"])))
-    flat = curve(train(load_config("flat", [*common, "train.epochs=50", "run_name=flat"])))
+    tree = curve(train(load_config("mixture", [*common, "train.epochs=75", "eval.every=5", "run_name=tree"])))
+    flat = curve(
+        train(load_config("flat", [*common, "model=mixture", "rewards=place", "train.epochs=50", "run_name=flat"]))
+    )
     assert tree[-1][1] - tree[0][1] > 0.5
     assert flat[-1][1] - flat[0][1] > 0.3
     reached = next(spent for spent, reward in tree if reward >= flat[-1][1])

@@ -52,8 +52,8 @@ def timeless(run: Path) -> list[dict]:
 def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, sd3_overrides, kind: str):
     overrides = MIXTURE if kind == "mixture" else [*sd3_overrides, f"model.train={kind}", "log.save_every=2"]
     overrides = [*overrides, "train.epochs=4", f"log.dir={tmp_path}"]
-    whole = train(load_config("tree", [*overrides, "run_name=whole"]))
-    parts = train(load_config("tree", [*overrides, "run_name=parts", "train.epochs=2"]))
+    whole = train(load_config("mixture", [*overrides, "run_name=whole"]))
+    parts = train(load_config("mixture", [*overrides, "run_name=parts", "train.epochs=2"]))
     # A run that ended has evaluated at its end; the epochs it goes on with write that line anew.
     assert train(read_config(parts / "config.yaml", ["train.epochs=4"]), resume=parts) == parts
     assert_same_run(whole, parts)
@@ -62,8 +62,8 @@ def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_path: Path, number: signal.Signals):
     settings = [*MIXTURE, "train.epochs=60", "log.save_every=1000"]
-    whole = train(load_config("tree", [*settings, "run_name=whole", f"log.dir={tmp_path}"]))
-    command = [sys.executable, "-m", "arborl", "train", *settings, "run_name=cut"]
+    whole = train(load_config("mixture", [*settings, "run_name=whole", f"log.dir={tmp_path}"]))
+    command = [sys.executable, "-m", "arborl", "train", "-c", "mixture", *settings, "run_name=cut"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     log, deadline = tmp_path / "runs" / "cut" / "metrics.jsonl", time.monotonic() + 60
     while not (log.exists() and log.read_text().count("\n") >= 5):
@@ -83,7 +83,7 @@ def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_p
 def launcher(processes: int, *arguments: str) -> tuple[list[str], dict[str, str]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    return [*launcher, str(ROOT / "train.py"), *arguments], environment
+    return [*launcher, str(ROOT / "train.py"), "-c", "mixture", *arguments], environment
 
 
 def launch(processes: int, *arguments: str, cwd: Path) -> None:
@@ -159,7 +159,7 @@ def test_ctrl_c_on_two_processes_leaves_a_checkpoint(tmp_path: Path):
 def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch, capsys):
     """Interrupted in the middle of an update, twice: what is saved is the epoch before, untouched."""
     settings = [*MIXTURE, "train.epochs=4", "log.save_every=1", f"log.dir={tmp_path}"]
-    whole = train(load_config("tree", [*settings, "run_name=whole"]))
+    whole = train(load_config("mixture", [*settings, "run_name=whole"]))
     honest, calls = torch.optim.AdamW.step, []
 
     def impatient(self, *rest, **named):
@@ -172,7 +172,7 @@ def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, mon
 
     monkeypatch.setattr(torch.optim.AdamW, "step", impatient)
     with pytest.raises(KeyboardInterrupt):
-        train(load_config("tree", [*settings, "run_name=cut"]))
+        train(load_config("mixture", [*settings, "run_name=cut"]))
     assert "2 epochs saved" in capsys.readouterr().err
     monkeypatch.undo()
     cut = tmp_path / "cut"
@@ -182,7 +182,7 @@ def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, mon
 
 def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, monkeypatch):
     settings = [*MIXTURE, "train.epochs=4", "eval.every=1", f"log.dir={tmp_path}"]
-    whole = train(load_config("tree", [*settings, "run_name=whole"]))
+    whole = train(load_config("mixture", [*settings, "run_name=whole"]))
     honest, calls = job_module.evaluate, []
 
     def interrupted(*rest):
@@ -193,26 +193,26 @@ def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, mo
 
     monkeypatch.setattr(job_module, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(load_config("tree", [*settings, "run_name=cut"]))
+        train(load_config("mixture", [*settings, "run_name=cut"]))
     monkeypatch.undo()
     train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
     assert_same_run(whole, tmp_path / "cut")
 
 
 def test_two_runs_started_together_get_folders_of_their_own(tmp_path: Path):
-    config = load_config("tree", [f"log.dir={tmp_path}"])
+    config = load_config("mixture", [f"log.dir={tmp_path}"])
     assert [claim_folder(config).name for _ in range(3)] == ["tree-1", "tree-2", "tree-3"]
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_reference_is_the_policy_at_the_start_in_bf16_too(tmp_path: Path, sd3_overrides, kind: str):
     settings = [*sd3_overrides, f"model.train={kind}", "train.kl=0.1", "train.epochs=1", "log.record_every=0"]
-    run = train(load_config("tree", [*settings, "train.mixed_precision=bf16", f"log.dir={tmp_path}"]))
+    run = train(load_config("mixture", [*settings, "train.mixed_precision=bf16", f"log.dir={tmp_path}"]))
     assert timeless(run)[0]["kl"] == 0.0
 
 
 def test_a_damaged_or_foreign_checkpoint_is_one_line(tmp_path: Path, capsys):
-    run = train(load_config("tree", [*MIXTURE, "train.epochs=1", f"log.dir={tmp_path}", "run_name=x"]))
+    run = train(load_config("mixture", [*MIXTURE, "train.epochs=1", f"log.dir={tmp_path}", "run_name=x"]))
     weights = last_checkpoint(run) / "weights.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:100])
@@ -233,7 +233,7 @@ def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, 
         "log.record_every=0",
         f"log.dir={tmp_path}",
     ]
-    loop.train(load_config("tree", settings))
+    loop.train(load_config("mixture", settings))
     assert "ratio" not in capsys.readouterr().err
     honest = loop.update
 
@@ -243,7 +243,7 @@ def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, 
         return honest(model, *rest)
 
     monkeypatch.setattr(loop, "update", meddled)
-    run = loop.train(load_config("tree", settings))
+    run = loop.train(load_config("mixture", settings))
     messages = capsys.readouterr().err
     assert messages.count("the first update's ratio is off by") == 1
     assert timeless(run)[0]["ratio_error"] > 1e-4
@@ -258,7 +258,7 @@ def test_training_twice_in_one_process_with_different_precisions(tmp_path: Path,
         f"log.dir={tmp_path}",
     ]
     for number, precision in enumerate(("no", "bf16", "no"), 1):
-        assert train(load_config("tree", [*settings, f"train.mixed_precision={precision}"])).name == f"tree-{number}"
+        assert train(load_config("mixture", [*settings, f"train.mixed_precision={precision}"])).name == f"tree-{number}"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_ratio_in_bf16(tmp_path: Path, sd3_overrides, shapes: list[str], cap
         f"log.dir={tmp_path}",
         "train.learning_rate=0.01",
     ]
-    run = train(load_config("tree", [*settings, "train.mixed_precision=bf16", *shapes]))
+    run = train(load_config("mixture", [*settings, "train.mixed_precision=bf16", *shapes]))
     errors = [row["ratio_error"] for row in timeless(run)[:3]]
     assert max(errors) <= (0.0 if "sample.pad_batches=true" in shapes else 1e-4)
     assert "ratio is off" not in capsys.readouterr().err

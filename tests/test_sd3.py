@@ -13,7 +13,7 @@ from arborl.prompts import Prompts
 
 from conftest import CPU, make
 
-TEXTS = ["a photo of a cat", "red house", "a dog"]
+TEXTS = ["a large red circle at the left on a blue background", "red house", "a dog"]
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +31,16 @@ def test_the_ode_rollout_is_the_pipelines_own_call(sd3_overrides, pipeline, guid
     config, model = make([*sd3_overrides, f"sample.guidance_scale={guidance}", f"sample.sigmas={sigmas}"])
     pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
     noise = model.noise(fold(0, EVALUATION), torch.tensor([[i, 0, 0] for i in range(3)]))
-    options = {"num_inference_steps": 6, "guidance_scale": guidance, "height": 32, "width": 32}
+    options = {"num_inference_steps": 6, "guidance_scale": guidance, "height": 64, "width": 64}
     if sigmas == "shift":
         # The pipeline shifts what it is given, so it gets the even grid.
         options |= {"sigmas": torch.linspace(1, 0, 7)[:-1].tolist()}
-    expected = pipeline(TEXTS, latents=noise, max_sequence_length=8, output_type="pt", **options).images
+    expected = pipeline(TEXTS, latents=noise, max_sequence_length=2, output_type="pt", **options).images
     torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
 
 
 def test_the_pipelines_grid_needs_no_weights(sd3_overrides, pipeline):
-    config = load_config("tree", [*sd3_overrides, "sample.sigmas=pipeline"])
+    config = load_config("mixture", [*sd3_overrides, "sample.sigmas=pipeline"])
     schedule = model_class(config).grid(config, 10)
     pipeline.scheduler.set_timesteps(10)
     torch.testing.assert_close(schedule.sigma.float(), pipeline.scheduler.sigmas[:-1])
@@ -48,12 +48,12 @@ def test_the_pipelines_grid_needs_no_weights(sd3_overrides, pipeline):
 
 
 def test_the_family_is_read_from_the_folder(sd3_overrides):
-    assert model_class(load_config("tree", [*sd3_overrides, "model.family=auto"])) is SD3Model
+    assert model_class(load_config("mixture", [*sd3_overrides, "model.family=auto"])) is SD3Model
 
 
-@pytest.mark.parametrize("resolution", [30, 4096])
+@pytest.mark.parametrize("resolution", [40, 4096])
 def test_a_resolution_the_model_cannot_take(sd3_overrides, resolution: int):
-    with pytest.raises(InputError, match=rf"sample.resolution={resolution}.*4\.\.64"):
+    with pytest.raises(InputError, match=rf"sample.resolution={resolution}.*16\.\.64"):
         make([*sd3_overrides, f"sample.resolution={resolution}"])
 
 
@@ -132,7 +132,7 @@ def test_full_fine_tune_has_a_frozen_reference(sd3_overrides):
 def test_the_seed_decides_the_first_adapter(sd3_overrides):
     def adapter(seed: int) -> torch.Tensor:
         torch.manual_seed(torch.seed() % 1000)  # whatever ran before must not matter
-        model = load_model(load_config("tree", [*sd3_overrides, f"seed={seed}"]), CPU)
+        model = load_model(load_config("mixture", [*sd3_overrides, f"seed={seed}"]), CPU)
         return torch.cat([p.flatten() for p in model.module.parameters() if p.requires_grad])
 
     assert torch.equal(adapter(1), adapter(1))

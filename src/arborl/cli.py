@@ -91,6 +91,9 @@ def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> 
 @overrides_argument
 @click.option("--prompt", "-p", multiple=True, help="A prompt; may be given again. Without one: prompts.path.")
 @click.option(
+    "--count", "-n", type=click.IntRange(1), help="Pictures to make, the prompts in turn.  [default: one each]"
+)
+@click.option(
     "--out",
     "-o",
     "to",
@@ -102,19 +105,26 @@ def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> 
 @run_option
 @config_option
 def sample(
-    overrides: tuple[str, ...], prompt: tuple[str, ...], to: Path, run: Path | None, config_name: str | None
+    overrides: tuple[str, ...],
+    prompt: tuple[str, ...],
+    count: int | None,
+    to: Path,
+    run: Path | None,
+    config_name: str | None,
 ) -> None:
-    """Make one picture a prompt.
+    """Make pictures.
 
-    From the configured model, or from a run's newest weights. seed=N chooses the noise.
+    From the configured model, or from a run's newest weights; without prompts, of 16 from the model's own list.
+    Picture i starts from the noise that diffusers draws with torch.Generator().manual_seed(seed + i).
 
-    Example: arborl sample -p "a dot at the top left" --run runs/tree-1 --out pictures
+    Example: arborl sample -p "a large red circle at the left on a blue background" -n 8 --run runs/tree-1
     """
     import torch
     from PIL import Image
 
     from .draw import sheet
-    from .evaluate import generate
+    from .evaluate import generate, noise_of_seeds
+    from .job import heldout_prompts
     from .prompts import Prompts, load_prompts
     from .record import as_bytes
 
@@ -124,13 +134,21 @@ def sample(
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
     model = _load(config, run)
-    prompts = Prompts([*prompt], {}) if prompt else load_prompts(config.prompts.path, model.default_prompts)
-    with Console(stderr=True).status(f"{len(prompts)} pictures"):
-        leaves = generate(model, prompts, torch.arange(len(prompts)), config)[:, 0]
+    if prompt or config.prompts.path:
+        prompts = Prompts([*prompt], {}) if prompt else load_prompts(config.prompts.path)
+        count = count or len(prompts)
+    else:
+        prompts = heldout_prompts(config, type(model))
+        count = count or min(16, len(prompts))
+    prompts = prompts.take([i % len(prompts) for i in range(count)])
+    seeds = [config.seed + i for i in range(count)]
+    with Console(stderr=True).status(f"{count} pictures"):
+        noise = noise_of_seeds(seeds, model.latent_shape)
+        leaves = generate(model, prompts, torch.arange(count), config, noise)[:, 0]
         pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
     for i, picture in enumerate(pictures):
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(to / f"{i:05d}.png")
-    rows = [{"file": f"{i:05d}.png", "prompt": text, "seed": config.seed} for i, text in enumerate(prompts.texts)]
+    rows = [{"file": f"{i:05d}.png", "prompt": prompts.texts[i], "seed": seed} for i, seed in enumerate(seeds)]
     (to / "index.jsonl").write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )

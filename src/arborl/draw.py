@@ -162,21 +162,42 @@ def _level_sigmas(plan: Plan) -> list[float]:
     return [float(plan.schedule.sigma[plan.step[level.edges][0]]) for level in plan.levels]
 
 
-def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8, cell: int = 128) -> None:
+MARGIN, CAPTION, CELL = 6, 30, 128
+"""A sheet's measures in pixels: between pictures, below them, and a picture's side."""
+
+
+def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -> None:
     """Pictures (uint8, n×3×H×W) in a grid, each with its caption below, as a PNG."""
     columns = max(1, min(columns, len(pictures)))
     rows = -(-len(pictures) // columns)
-    margin, caption = 6, 30
-    canvas = Image.new("RGB", (columns * (cell + margin) + margin, rows * (cell + caption + margin) + margin), "white")
+    size = (columns * (CELL + MARGIN) + MARGIN, rows * (CELL + CAPTION + MARGIN) + MARGIN)
+    canvas = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(11)
     for i, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
-        x, y = margin + i % columns * (cell + margin), margin + i // columns * (cell + caption + margin)
+        x, y = MARGIN + i % columns * (CELL + MARGIN), MARGIN + i // columns * (CELL + CAPTION + MARGIN)
         image = Image.fromarray(picture.permute(1, 2, 0).numpy())
         canvas.paste(
-            image.resize((cell, cell), Image.Resampling.NEAREST if image.width < cell else Image.Resampling.LANCZOS),
+            image.resize((CELL, CELL), Image.Resampling.NEAREST if image.width < CELL else Image.Resampling.LANCZOS),
             (x, y),
         )
         for line, part in enumerate(textwrap.wrap(text, 21, max_lines=2, placeholder="…")):
-            draw.text((x, y + cell + 2 + 13 * line), part, fill="black", font=font)
+            draw.text((x, y + CELL + 2 + 13 * line), part, fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.save(path)
+
+
+def interleave(sheets: list[Path], names: list[str], path: Path) -> None:
+    """Sheets of the same captions in one picture, row by row, each row under its sheet's name."""
+    pages = [Image.open(sheet).convert("RGB") for sheet in sheets]
+    row, title = CELL + CAPTION + MARGIN, 18
+    rows = min(page.height for page in pages) // row
+    width = max(page.width for page in pages)
+    canvas = Image.new("RGB", (width, rows * (len(pages) * (row + title) + 2 * MARGIN)), "white")
+    draw, font, y = ImageDraw.Draw(canvas), ImageFont.load_default(12), 0
+    for number in range(rows):
+        for page, name in zip(pages, names, strict=True):
+            draw.text((MARGIN, y + 3), name, fill="#555555", font=font)
+            canvas.paste(page.crop((0, number * row, page.width, (number + 1) * row)), (0, y + title))
+            y += row + title
+        y += 2 * MARGIN
     canvas.save(path)

@@ -1,6 +1,7 @@
 """Decoding and scoring in bounded memory, and evaluation: ODE pictures of fixed seeds, mean ± standard error."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,13 +107,26 @@ def evaluate(
 
 
 def generate(
-    model: Model, prompts: Prompts, ids: Int[Tensor, " prompts"], config: Config
+    model: Model,
+    prompts: Prompts,
+    ids: Int[Tensor, " prompts"],
+    config: Config,
+    start: Float[Tensor, "prompts 1 *latent"] | None = None,
 ) -> Float[Tensor, "prompts 1 *latent"]:
-    """One latent a prompt by the ODE, from noise that depends on (seed, id) alone; a batch of prompts at a time."""
+    """One latent a prompt by the ODE, a batch of prompts at a time.
+
+    From noise that depends on (seed, id) alone, or from a given one.
+    """
     plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
     key = fold(config.seed, EVALUATION)
     leaves: list[Tensor] = []
     for batch in batches(len(prompts), config.sample.batch_size):
         cond = model.encode(prompts.take(batch.rows.tolist()).texts)
-        leaves.append(rollout(model, plan, cond, key, ids[batch.rows], config.sample).leaves)
+        own = None if start is None else start[batch.rows]
+        leaves.append(rollout(model, plan, cond, key, ids[batch.rows], config.sample, start=own).leaves)
     return torch.cat(leaves)
+
+
+def noise_of_seeds(seeds: Sequence[int], shape: tuple[int, ...]) -> Float[Tensor, "seeds 1 *shape"]:
+    """What a diffusers pipeline starts from when it is given `torch.Generator().manual_seed(seed)`."""
+    return torch.stack([torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

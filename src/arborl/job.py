@@ -29,7 +29,7 @@ from .core.advantage import advantages
 from .core.errors import InputError
 from .core.noise import fold
 from .core.tree import Plan
-from .draw import draw_tree, sheet
+from .draw import draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
 from .models import Model, load_model, model_class
 from .plan import check_plan, warnings_about
@@ -235,7 +235,19 @@ class Job:
         numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
         shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
         run.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
+        self._show()
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
+
+    def _show(self) -> None:
+        """Where to look: the same captions before and after, and one tree."""
+        run, epochs = self.run, self.config.train.epochs
+        before, after = (run.folder / "samples" / f"epoch_{epoch:06d}.png" for epoch in (0, epochs))
+        if epochs and before.is_file() and after.is_file():
+            both = run.folder / "samples" / "before_after.png"
+            interleave([before, after], ["before", f"after {epochs}"], both)
+            run.say(f"pictures before and after: {both}")
+        if trees := sorted((run.folder / "trees").glob("epoch_*.png")):
+            run.say(f"a tree, with its pictures and advantages: {trees[-1]}")
 
 
 def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:

@@ -23,11 +23,17 @@ def rollout(
     prompt_ids: Int[Tensor, " prompts"],
     config: SampleConfig,
     keep_clean: bool = False,
+    start: Float[Tensor, "prompts roots *latent"] | None = None,
 ) -> Record:
-    """Grow the plan's trees for every prompt. `prompt_ids` are global, so the noise does not depend on the rank."""
+    """Grow the plan's trees for every prompt. `prompt_ids` are global, so the noise does not depend on the rank.
+
+    `start` replaces the noise that trees grow from.
+    """
     prompts, device = len(cond), model.device
-    roots = torch.arange(plan.roots)
-    frontier = model.noise(key, addresses(plan, prompt_ids, roots, device)).unflatten(0, (prompts, plan.roots))
+    if start is None:
+        roots = addresses(plan, prompt_ids, torch.arange(plan.roots), device)
+        start = model.noise(key, roots).unflatten(0, (prompts, plan.roots))
+    frontier = start.to(device)
     storage = torch.device("cpu") if config.offload else device
     latents = torch.empty(prompts, plan.nodes, *model.latent_shape, device=storage)
     log_density = torch.zeros(prompts, plan.edges, device=device)

@@ -71,9 +71,7 @@ class SD3Model(Model):
         try:
             scheduler: Any = FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
         except OSError:
-            raise InputError(
-                "model.path", path, "has no scheduler to read", "or sample.sigmas=shift"
-            ) from None
+            raise InputError("model.path", path, "has no scheduler to read", "or sample.sigmas=shift") from None
         scheduler.set_timesteps(steps)
         return Schedule.from_sigmas(scheduler.sigmas.tolist())
 

@@ -1,4 +1,4 @@
-"""A small world that comes with the package: captions, pictures, a scorer, and a pipeline that draws them half right."""
+"""A small world that comes with the package: captions, pictures, a scorer, and a pipeline that draws half right."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ Lengths are in units of the picture's side, x to the right and y downwards, (0, 
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 import torch
@@ -47,7 +47,7 @@ def _box(half_width: float, half_height: float, x: Tensor, y: Tensor) -> Tensor:
 SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "circle": lambda x, y: torch.hypot(x, y) - 0.90,
     "square": lambda x, y: _box(0.95, 0.95, x, y),
-    "triangle": lambda x, y: _polygon([(0, -1.24), (1.07, 0.62), (-1.07, 0.62)], x, y),
+    "triangle": lambda x, y: _polygon([(0.0, -1.24), (1.07, 0.62), (-1.07, 0.62)], x, y),
     "cross": lambda x, y: torch.minimum(_box(1.05, 0.36, x, y), _box(0.36, 1.05, x, y)),
     "ring": lambda x, y: (torch.hypot(x, y) - 0.78).abs() - 0.27,
 }
@@ -82,7 +82,7 @@ _PATTERN = re.compile(
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(caption: str) -> tuple[int, ...] | None:
     """The scene a caption describes; None where it is not of this grammar."""
     match = _PATTERN.fullmatch(" ".join(caption.split()))
@@ -96,7 +96,7 @@ def describe(scene: Sequence[int]) -> str:
     return TEMPLATE.format(**{name: words[i] for (name, words), i in zip(WORDS.items(), scene, strict=True)})
 
 
-@lru_cache(maxsize=None)
+@cache
 def all_scenes() -> Int[Tensor, "scenes 5"]:
     """Every scene: an object never has its background's colour."""
     every = product(*(range(len(words)) for words in WORDS.values()))
@@ -107,7 +107,7 @@ HELD_OUT_SHARE = 10
 """One caption in this many is held out."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def split() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Training captions and held-out ones, each in a fixed mixed order.
 

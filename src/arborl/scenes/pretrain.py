@@ -1,7 +1,7 @@
 """Make the scenes pipeline from nothing: `python -m arborl.scenes.pretrain --out FOLDER`, minutes on one GPU.
 
 An autoencoder learns the pictures, then a transformer and its two text encoders learn to draw them from captions, of
-which a share is wrong. So the model knows how every scene looks and only half believes what it is told: room for a reward.
+which a share is wrong. So the model knows how every scene looks and half believes what it is told: room for a reward.
 """
 
 import json
@@ -16,116 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .build import SHIFT, build, tokenizer
 from .grammar import all_scenes, describe
 from .render import SIDE, render
 
-LATENT_CHANNELS = 4
-TEXT_WIDTH = 64
-TEXT_TOKENS = 16
 TRAIN_TIMESTEPS = 1000
-SHIFT = 3.0
 EMPTY = 0.1
 """Share of captions left out, so that guidance works."""
 ZERO_TOKENS = 256
 """What diffusers appends to a caption where there is no T5, unless it is told otherwise."""
 JITTER, TINT = 0.02, 0.03
-"""How far objects lie from their place, in picture sides, and colours from their own (standard deviation, at most 2)."""
-
-
-def build(layers: int = 5, width: int = 128, patch: int = 4) -> Any:
-    """The pipeline with fresh weights."""
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
-
-    blocks = (8, 16, 32)
-    latent_side = SIDE // 2 ** (len(blocks) - 1)
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(blocks),
-        up_block_types=("UpDecoderBlock2D",) * len(blocks),
-        block_out_channels=blocks,
-        layers_per_block=1,
-        norm_num_groups=1,  # with few channels a group, normalising would take the colours away
-        latent_channels=LATENT_CHANNELS,
-        sample_size=SIDE,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-    )
-    transformer = SD3Transformer2DModel(
-        sample_size=latent_side,
-        patch_size=patch,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_layers=layers,
-        attention_head_dim=32,
-        num_attention_heads=width // 32,
-        joint_attention_dim=2 * TEXT_WIDTH,
-        caption_projection_dim=width,
-        pooled_projection_dim=2 * TEXT_WIDTH,
-        pos_embed_max_size=latent_side // patch,
-        qk_norm="rms_norm",
-    )
-    return StableDiffusion3Pipeline(
-        transformer=transformer,
-        # The last noise level above zero is 0.1 at any number of steps: every step of a short schedule does work.
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT, shift_terminal=0.1),
-        vae=vae,
-        text_encoder=_text_encoder(),
-        tokenizer=_tokenizer(),
-        text_encoder_2=_text_encoder(),
-        tokenizer_2=_tokenizer(),
-        text_encoder_3=None,
-        tokenizer_3=None,
-    )
-
-
-def _tokenizer() -> Any:
-    """A CLIP tokenizer in which every word of the grammar is one token; other words are spelt in letters."""
-    from tokenizers import Tokenizer, models, trainers
-    from transformers import CLIPTokenizer
-
-    words = sorted({word for scene in all_scenes().tolist() for word in describe(scene).split()})
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    letters = [chr(ord("a") + i) for i in range(26)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
-    )
-    bpe.train_from_iterator(words, trainer)
-    model = json.loads(bpe.to_str())["model"]
-    pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
-    pieces += [piece for piece in model["vocab"] if piece not in pieces]
-    merges = [tuple(pair) for pair in model["merges"]]
-    return CLIPTokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges, model_max_length=TEXT_TOKENS
-    )
-
-
-def _text_encoder() -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=len(_tokenizer()),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=TEXT_TOKENS,
-        projection_dim=TEXT_WIDTH,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return CLIPTextModelWithProjection(config)
+"""Standard deviations of an object's place, in picture sides, and of colours; no draw is off by more than two."""
 
 
 def draw_all(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`count` pictures as bytes, each scene as often as any other and always a little off its ideal; and their scenes."""
+    """`count` pictures as bytes, scene after scene and each a little off its ideal; and which scene each is."""
     every = all_scenes().to(device)
     index = torch.arange(count, device=device) % len(every)
     pictures = torch.empty(count, 3, SIDE, SIDE, dtype=torch.uint8, device=device)
@@ -163,12 +68,12 @@ def encode(vae: Any, pictures: Tensor) -> Tensor:
 def train_flow(
     pipe: Any, latents: Tensor, index: Tensor, steps: int, batch: int, wrong: float, peak: float = 1e-3
 ) -> None:
-    """Flow matching, captions wrong by design; the weights that stay are an average over the last tenth of the steps."""
+    """Flow matching, captions wrong by design; the weights that stay are an average over the last tenth of steps."""
     device = latents.device
     transformer, encoders = pipe.transformer, (pipe.text_encoder, pipe.text_encoder_2)
     scenes = all_scenes().to(device)
     captions = [describe(scene) for scene in scenes.tolist()] + [""]
-    tokens = torch.tensor(_tokenizer()(captions, padding="max_length").input_ids, device=device)
+    tokens = torch.tensor(tokenizer()(captions, padding="max_length").input_ids, device=device)
     parameters = [p for part in (transformer, *encoders) for p in part.parameters()]
     average = [p.detach().clone() for p in parameters]
     optimizer = _adamw(parameters, peak, 0.01)

@@ -30,7 +30,7 @@ def render(
     tint: Float[Tensor, "n 2 3"] | None = None,
     side: int = SIDE,
 ) -> Float[Tensor, "n 3 side side"]:
-    """The pictures of some scenes; `shift` moves the objects, `tint` is added to the object's and background's colour."""
+    """The pictures of some scenes; `shift` moves the objects, `tint` is added to their colour and the background's."""
     centres = torch.tensor(list(PLACES.values()), device=scenes.device)[scenes[:, PLACE]]
     colours = torch.tensor(list(COLOURS.values()), device=scenes.device)
     ink, paper = colours[scenes[:, COLOUR]], colours[scenes[:, BACKGROUND]]

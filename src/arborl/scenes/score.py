@@ -30,9 +30,9 @@ def scene(
     images: Float[Tensor, "n 3 side side"], prompts: Sequence[str], columns: Mapping[str, Sequence[object]]
 ) -> dict[str, Float[Tensor, " n"]]:
     """The reward: four parts a picture. NaN where a prompt is not of the grammar."""
-    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or images.shape[-1] < 32:
+    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or images.shape[-1] < 48:
         size = "×".join(map(str, images.shape[1:]))
-        raise InputError("rewards.scene", size, "cannot read pictures of this shape", "3×N×N, N at least 32")
+        raise InputError("rewards.scene", size, "cannot read pictures of this shape", "3×N×N, N at least 48")
     parsed = [parse(prompt) for prompt in prompts]
     scenes = torch.tensor([found or (0,) * 5 for found in parsed], device=images.device)
     known = torch.tensor([found is not None for found in parsed], device=images.device)
