@@ -105,16 +105,16 @@ def test_the_window_moves():
 
 
 def test_flat_is_stochastic_wherever_its_noise_fits_and_everywhere_but_last_if_told_so():
-    fits = make_plan(load_config("flat"), shifted(10, 3.0), 0)
+    fits = make_plan(load_config("flat", ["model=mixture"]), shifted(10, 3.0), 0)
     assert fits.step[fits.stochastic].unique().tolist() == list(range(8))
-    config = load_config("flat", ["kernel.excess_noise=true"])
+    config = load_config("flat", ["model=mixture", "kernel.excess_noise=true"])
     published = make_plan(config, shifted(10, 3.0), 0)
     assert published.step[published.stochastic].unique().tolist() == list(range(9))
     assert published.forwards == 160
 
 
 def test_flat_with_one_noise_shares_the_first_forward():
-    plan = make_plan(load_config("flat", ["sample.shared_noise=true"]), shifted(10, 3.0), 0)
+    plan = make_plan(load_config("flat", ["model=mixture", "sample.shared_noise=true"]), shifted(10, 3.0), 0)
     assert (plan.roots, len(plan.leaves), plan.forwards) == (1, 16, 1 + 9 * 16)
 
 

@@ -46,7 +46,7 @@ def test_commands_name_what_exists(page: Path):
 
 
 def test_every_metric_is_explained(tmp_path: Path):
-    run = train(load_config("tree", ["train.epochs=1", "eval.num_prompts=2", f"log.dir={tmp_path}"]))
+    run = train(load_config("mixture", ["train.epochs=1", "eval.num_prompts=2", f"log.dir={tmp_path}"]))
     explained = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     for name in json.loads((run / "metrics.jsonl").read_text().splitlines()[0]):
         generic = re.sub(r"^rewards/place/", "rewards/<name>/", re.sub(r"^eval/place", "eval/<reward>", name))

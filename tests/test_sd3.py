@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from arborl.config import load_config
 from arborl.core.errors import InputError
@@ -27,13 +28,17 @@ def pipeline(sd3_folder):
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 @pytest.mark.parametrize("sigmas", ["pipeline", "shift"])
-def test_the_ode_rollout_is_the_pipelines_own_call(sd3_overrides, pipeline, guidance: float, sigmas: str):
+def test_the_ode_rollout_is_the_pipelines_own_call(
+    sd3_overrides, pipeline, guidance: float, sigmas: str, monkeypatch: pytest.MonkeyPatch
+):
     config, model = make([*sd3_overrides, f"sample.guidance_scale={guidance}", f"sample.sigmas={sigmas}"])
     pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
     noise = model.noise(fold(0, EVALUATION), torch.tensor([[i, 0, 0] for i in range(3)]))
     options = {"num_inference_steps": 6, "guidance_scale": guidance, "height": 64, "width": 64}
     if sigmas == "shift":
-        # The pipeline shifts what it is given, so it gets the even grid.
+        # The pipeline shifts what it is given, so it gets the even grid; and this one would stretch it to end at 0.1.
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, shift_terminal=None)
+        monkeypatch.setattr(pipeline, "scheduler", scheduler)
         options |= {"sigmas": torch.linspace(1, 0, 7)[:-1].tolist()}
     expected = pipeline(TEXTS, latents=noise, max_sequence_length=2, output_type="pt", **options).images
     torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)

@@ -244,7 +244,7 @@ class Job:
         before, after = (run.folder / "samples" / f"epoch_{epoch:06d}.png" for epoch in (0, epochs))
         if epochs and before.is_file() and after.is_file():
             both = run.folder / "samples" / "before_after.png"
-            interleave([before, after], ["before", f"after {epochs}"], both)
+            interleave([before, after], ["before", f"after {epochs} epochs"], both)
             run.say(f"pictures before and after: {both}")
         if trees := sorted((run.folder / "trees").glob("epoch_*.png")):
             run.say(f"a tree, with its pictures and advantages: {trees[-1]}")
