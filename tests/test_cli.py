@@ -152,6 +152,7 @@ BAD = {
     "runs in an impossible place": (["log.dir=/proc/nowhere"], ["log.dir=/proc/nowhere"]),
     "lora that matches in part": (["model.train=lora", "model.lora.targets=[hidden,nose]"], ["['nose']", "hidden"]),
     "a name that leaves the folder": (["run_name=../x"], ["run_name=../x", "letters"]),
+    "a reward for other pictures": (["rewards=scene"], ["rewards.scene=3×32×32", "N at least 48"]),
     "a tracker that is not there": (["log.trackers=[nose]"], ["log.trackers=nose", "tensorboard"]),
 }
 
@@ -215,7 +216,7 @@ def test_a_run_folder_holds_everything(here, capsys):
     run_ok("train", *SHORT)
     run = here / "runs" / "x"
     expected = {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints/epoch_000002/weights.safetensors"}
-    expected |= {"samples/epoch_000000.png", "samples/epoch_000002.png"}
+    expected |= {f"samples/{name}.png" for name in ("epoch_000000", "epoch_000002", "before_after")}
     expected |= {f"trees/epoch_00000{i}.{kind}" for i in (0, 1) for kind in ("json", "safetensors", "png")}
     assert expected <= files(run)
     assert any("tfevents" in name for name in files(run))
@@ -226,7 +227,11 @@ def test_a_run_folder_holds_everything(here, capsys):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_before"] == rows[0]["eval/place"]
     assert summary["heldout_after"] == rows[2]["eval/place"]
-    assert "before" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "samples/before_after.png" in said
+    assert "trees/epoch_000001.png" in said
+    assert f"eval/place: {summary['heldout_before']:.4f} ± {summary['heldout_before_stderr']:.4f} before" in said
+    assert all(stage in said for stage in ("rollout", "score", "update", "evaluate"))
 
 
 def test_scores_that_are_missing_are_masked_and_counted_never_zero(here, capsys):
@@ -290,6 +295,9 @@ def test_eval_and_sample_from_a_run(here, capsys):
     assert files(here / "pictures") == {"00000.png", "00001.png", "sheet.png", "index.jsonl"}
     run_ok("sample", "-c", "mixture", "--out", "base")
     assert len(files(here / "base")) == 6
+    run_ok("sample", "-c", "mixture", "-p", "a dot", "--count", "3", "seed=7", "--out", "several")
+    rows = [json.loads(line) for line in (here / "several" / "index.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [7, 8, 9], "each with its own noise"
 
 
 def test_looking_at_what_is_not_a_run(here, capsys):

@@ -1,8 +1,10 @@
 """The scenes: the grammar, the renderer, a scorer that cannot be talked round, and the pipeline in the package."""
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from arborl.cli import main
 from arborl.config import load_config
+from arborl.job import load_inputs
 from arborl.rewards import load_rewards
 from arborl.scenes import FOLDER
 from arborl.scenes.grammar import (
@@ -31,6 +34,7 @@ from arborl.scenes.grammar import (
 )
 from arborl.scenes.render import SIDE, masks, render
 from arborl.scenes.score import parts, scene
+from arborl.train import train
 
 PARTS = ("colour", "background", "place", "shape")
 
@@ -72,7 +76,14 @@ class TestGrammar:
         assert parse("  " + describe(wanted).upper().replace(" ", "  ")) == wanted
 
     @pytest.mark.parametrize(
-        "text", ["", "a dog", "a red circle at the left on a blue background", "x " + split()[0][0]]
+        "text",
+        [
+            "",
+            "a dog",
+            "a red circle at the left on a blue background",
+            "x " + split()[0][0],
+            "a small red ring at the top on a red background",
+        ],
     )
     def test_other_texts_are_not_of_the_grammar(self, text: str):
         assert parse(text) is None
@@ -239,12 +250,43 @@ class TestHacks:
         assert float((both - self.honest()).max()) < -0.25
         assert float((both - alone).max()) <= 0.0
 
+    @pytest.mark.parametrize("size", [0, 1])
+    def test_a_second_object_of_any_colour(self, size: int):
+        """Also one that is fainter than the first: it must not hide below the first one's contrast."""
+        centres, palette = torch.tensor(list(PLACES.values())), torch.tensor(list(COLOURS.values()))
+        second = with_another(self.scenes, PLACE)
+        second[:, SIZE] = size
+        mask = masks(second, centres[second[:, PLACE]])[:, None]
+        shown = (second[:, PLACE] - self.scenes[:, PLACE]).abs() > 1  # those beside the first may touch it
+        for colour in palette:
+            clash = (colour - palette[self.scenes[:, BACKGROUND]]).norm(dim=1) < 0.1
+            pictures = render(self.scenes) * (1 - mask) + colour[:, None, None] * mask
+            lost = self.honest() - total(pictures, self.scenes)
+            assert float(lost[shown & ~clash].min()) >= 0.2
+        paper = palette[self.scenes[:, BACKGROUND]]
+        faint = paper + 0.35 * torch.nn.functional.normalize(0.5 - paper, dim=1)
+        pictures = render(self.scenes) * (1 - mask) + faint[:, :, None, None] * mask
+        assert float((self.honest() - total(pictures, self.scenes))[shown].min()) >= 0.15
+
     def test_two_objects_on_both_sides_of_the_place(self):
+        """Their centre of mass is where it should be; as long as they are two, it does not count."""
         at = torch.tensor(list(PLACES.values()))[self.scenes[:, PLACE]]
-        for off in (0.12, 0.2, 0.24):
+        for off in (0.15, 0.2, 0.24):
             pair = [masks(self.scenes, at + torch.tensor([[sign * off, 0.0]])) for sign in (1, -1)]
-            both = total(on_paper(self.scenes, torch.maximum(*pair)), self.scenes)
-            assert float((both - self.honest()).max()) < -0.2
+            found = parts(on_paper(self.scenes, torch.maximum(*pair)), self.scenes)
+            apart = (self.scenes[:, SIZE] == 0) | (off >= 0.2)
+            assert float((found["colour"] + found["place"])[apart].mean()) <= 0.8
+            assert float((self.honest() - torch.stack([*found.values()]).mean(0)).min()) >= 0.2
+
+    def test_an_object_with_a_rim_of_another_colour(self):
+        """A thin object is mostly edge: its edge may blend its colour and the background's, and no other."""
+        centres, palette = torch.tensor(list(PLACES.values())), torch.tensor(list(COLOURS.values()))
+        mask = masks(self.scenes, centres[self.scenes[:, PLACE]])
+        inner = -torch.nn.functional.max_pool2d(-mask[:, None], 3, 1, 1)
+        other = palette[with_another(self.scenes, COLOUR)[:, COLOUR]]
+        rim = (mask[:, None] - inner).clamp(min=0)
+        pictures = on_paper(self.scenes, mask) * (1 - rim) + other[:, :, None, None] * rim
+        assert float(parts(pictures, self.scenes)["colour"].mean()) <= 0.45
 
     def test_an_object_everywhere(self):
         centres = torch.tensor(list(PLACES.values()))
@@ -280,20 +322,6 @@ class TestHacks:
         for size in (1, 2, 8):
             board = ((x[:, None] // size + x[None, :] // size) % 2).float().expand(512, SIDE, SIDE)
             assert float(total(on_paper(self.scenes, board), self.scenes).max()) <= 0.3
-
-    @pytest.mark.slow
-    def test_an_optimizer_with_the_gradient_finds_the_scene(self):
-        """Climb the score from a blank page by its own gradient: where it ends high, the scene is really there."""
-        scenes = some(32)
-        pictures = render(with_another(with_another(scenes, PLACE), COLOUR)).requires_grad_()
-        optimizer = torch.optim.Adam([pictures], lr=0.02)
-        for _ in range(300):
-            optimizer.zero_grad()
-            (-total(pictures.clamp(0, 1), scenes).sum()).backward()
-            optimizer.step()
-        final = pictures.detach().clamp(0, 1)
-        score, error = total(final, scenes), (final - render(scenes)).abs().mean((1, 2, 3))
-        assert bool((error[score > 0.9] < 0.06).all())
 
 
 def plain_pipeline():
@@ -359,9 +387,39 @@ class TestPipeline:
 
     def test_it_starts_half_right_on_held_out_captions(self, capsys):
         with pytest.raises(SystemExit):
-            main(["eval", "eval.num_prompts=256", "--json"])
+            main(["eval", "eval.num_prompts=511", "--json"])
         answer = json.loads(capsys.readouterr().out)
         assert 0.40 <= answer["rewards"]["scene"]["mean"] <= 0.60
+
+
+def test_the_default_run_raises_the_score_of_captions_it_does_not_train_on(tmp_path: Path):
+    """A fifth of `make train`: the score of held-out captions rises well beyond its standard error."""
+    quiet = ["log.trackers=[]", "log.record_every=0", f"log.dir={tmp_path}"]
+    run = train(load_config("tree", [*quiet, "train.epochs=10", "eval.num_prompts=128"]))
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["heldout_after"] - summary["heldout_before"] > 0.08
+
+
+def test_training_never_sees_a_held_out_caption():
+    _, training, held_out = load_inputs(load_config("tree", []))
+    assert not set(training.texts) & set(held_out.texts)
+    assert set(held_out.texts) == set(split()[1])
+
+
+def test_prompts_of_ones_own_are_also_what_is_evaluated(tmp_path: Path):
+    (tmp_path / "own.txt").write_text("\n".join(split()[1][:2]))
+    _, training, held_out = load_inputs(load_config("tree", [f"prompts.path={tmp_path / 'own.txt'}"]))
+    assert training.texts == held_out.texts == list(split()[1][:2])
+
+
+def test_the_package_stays_small():
+    """The package's files, packed as a wheel packs them."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in FOLDER.parent.parent.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.write(path)
+    assert len(buffer.getvalue()) < 12_000_000
 
 
 def test_pretraining_runs_and_what_it_saves_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -88,7 +88,8 @@ def parse(caption: str) -> tuple[int, ...] | None:
     match = _PATTERN.fullmatch(" ".join(caption.split()))
     if match is None:
         return None
-    return tuple(words.index(match[name].lower()) for name, words in WORDS.items())
+    scene = tuple(words.index(match[name].lower()) for name, words in WORDS.items())
+    return scene if scene[COLOUR] != scene[BACKGROUND] else None
 
 
 def describe(scene: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ parts in [0, 1], each about words of its own, averaged by whoever asked. Nothing
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import InputError
-from .grammar import BACKGROUND, COLOUR, COLOURS, PLACE, PLACES, SHAPES, SIZES, parse
+from .grammar import BACKGROUND, COLOUR, COLOURS, PLACE, PLACES, all_scenes, parse
 from .render import masks
 
 SEEN = 0.2
 """A pixel this far from the background, in RGB, belongs to the object."""
 COLOUR_FULL, COLOUR_NONE = 0.08, 0.28
 """Distances in RGB at which a colour counts whole and not at all. No two of the grammar's are nearer than 0.45."""
+EDGE_NONE = 0.4
+"""And for the object's edge, whose pixels may be any blend of its colour and the background's."""
 PLACE_FULL, PLACE_NONE = 0.03, 0.16
 """Distances from the named place, in picture sides, likewise. Neighbouring places are 0.24 apart."""
 IOU_NONE = 0.6
@@ -43,15 +46,17 @@ def parts(images: Float[Tensor, "n 3 side side"], scenes: Int[Tensor, "n 5"]) ->
     """The four parts, for scenes that are already parsed."""
     palette = torch.tensor(list(COLOURS.values())).to(images)
     found = look(images)
-    one = found.presence * found.compactness
-    named = torch.tensor(list(PLACES.values())).to(images)[scenes[:, PLACE]]
-    off = (found.centre - named).norm(dim=1)
+    ink, named = palette[scenes[:, COLOUR]], torch.tensor(list(PLACES.values())).to(images)[scenes[:, PLACE]]
+    inner = _mean(_fall(_distance(images, ink[:, :, None, None]), COLOUR_FULL, COLOUR_NONE), found.inside)
+    edge = _mean(_fall(_distance_to_blend(images, found.paper, ink), COLOUR_FULL, EDGE_NONE), found.edge)
+    paper = _distance(images, palette[scenes[:, BACKGROUND]][:, :, None, None])
     ideal = _sharpen(_smooth(masks(scenes, found.centre, images.shape[-1])))
-    overlap = torch.minimum(found.mask, ideal).sum((1, 2)) / torch.maximum(found.mask, ideal).sum((1, 2))
+    overlap = torch.minimum(found.mask, ideal).sum((1, 2))
+    overlap = overlap / (torch.maximum(found.mask, ideal).sum((1, 2)) + found.stray)
     return {
-        "colour": one * _mean(_near(images, palette[scenes[:, COLOUR]]), found.inside),
-        "background": _mean(_near(images, palette[scenes[:, BACKGROUND]]), found.outside, at_least=0.5),
-        "place": one * _fall(off, PLACE_FULL, PLACE_NONE),
+        "colour": found.oneness * inner * edge,
+        "background": _mean(_fall(paper, COLOUR_FULL, COLOUR_NONE), found.outside, at_least=0.5),
+        "place": found.oneness * _fall((found.centre - named).norm(dim=1), PLACE_FULL, PLACE_NONE),
         "shape": ((overlap - IOU_NONE) / (1 - IOU_NONE)).clamp(0, 1),
     }
 
@@ -59,12 +64,14 @@ def parts(images: Float[Tensor, "n 3 side side"], scenes: Int[Tensor, "n 5"]) ->
 class Seen(NamedTuple):
     """What is in a picture, before anyone says what should be."""
 
+    paper: Float[Tensor, "n 3 1 1"]  # the background's colour
     mask: Float[Tensor, "n side side"]  # the object: 1 inside, 0 outside, between them at its edge
     inside: Bool[Tensor, "n side side"]  # pixels that are surely the object's
-    outside: Bool[Tensor, "n side side"]  # and surely not
+    edge: Bool[Tensor, "n side side"]  # the rest of its pixels
+    outside: Bool[Tensor, "n side side"]  # pixels that are surely not
     centre: Float[Tensor, "n 2"]
-    presence: Float[Tensor, " n"]  # 0 without an object, 1 from half the smallest one's area
-    compactness: Float[Tensor, " n"]  # 1 where it is no more spread out than the largest object, 0 at twice that
+    stray: Float[Tensor, " n"]  # pixels of fainter things apart from it
+    oneness: Float[Tensor, " n"]  # 1 for one thing in one place, 0 for nothing, for many, and for what is all over
 
 
 def look(images: Float[Tensor, "n 3 side side"]) -> Seen:
@@ -80,30 +87,39 @@ def look(images: Float[Tensor, "n 3 side side"]) -> Seen:
     axis = (torch.arange(side).to(images) + 0.5) / side
     weight = mask / area.clamp(min=1e-6)[:, None, None]
     x, y = (weight.sum(1) * axis).sum(1), (weight.sum(2) * axis).sum(1)
-    spread = (
-        (weight.sum(1) * (axis - x[:, None]) ** 2).sum(1) + (weight.sum(2) * (axis - y[:, None]) ** 2).sum(1)
-    ).sqrt()
-    smallest, widest = _extremes()
-    return Seen(
-        mask=mask,
-        inside=_erode(mask > 0.5),
-        outside=_erode(mask < 0.5),
-        centre=torch.stack([x, y], 1),
-        presence=(area / (0.5 * smallest * side**2)).clamp(max=1),
-        compactness=_fall(spread, 1.05 * widest, 2 * widest),
-    )
+    spread = (weight.sum(1) * (axis - x[:, None]) ** 2).sum(1) + (weight.sum(2) * (axis - y[:, None]) ** 2).sum(1)
+    limits = _limits()
+    # The widest a thing may be: as the widest of the grammar's objects, and as a ring of its own area.
+    widest = (limits.spread_of_area * area / side**2).clamp(max=limits.spread)
+    stray = ((smooth > SEEN) & (_grow(mask > 0.5, 3) == 0)).sum((1, 2)).float()
+    oneness = (area / (0.5 * limits.area * side**2)).clamp(max=1)
+    oneness = oneness * _fall((spread / widest.clamp(min=1e-6)).sqrt(), 1.1, 1.5)
+    oneness = oneness * _fall(stray / area.clamp(min=1), 0.05, 0.3)
+    inside = _grow(mask <= 0.5, 1) == 0
+    outside = _grow(mask >= 0.5, 1) == 0
+    return Seen(paper, mask, inside, (mask > 0.5) & ~inside, outside, torch.stack([x, y], 1), stray, oneness)
 
 
-def _extremes() -> tuple[float, float]:
-    """The smallest area and the widest spread of the grammar's objects, in units of the picture's side."""
-    sizes, shapes = torch.meshgrid(torch.arange(len(SIZES)), torch.arange(len(SHAPES)), indexing="ij")
-    scenes = torch.zeros(sizes.numel(), 5, dtype=torch.long)
-    scenes[:, 0], scenes[:, 2] = sizes.flatten(), shapes.flatten()
-    mask = masks(scenes, torch.full((len(scenes), 2), 0.5))
+class Limits(NamedTuple):
+    """Of the grammar's objects, in units of the picture's side: the smallest area, the largest spread (the mean square
+    distance from the centre), and the largest spread for its area.
+    """
+
+    area: float
+    spread: float
+    spread_of_area: float
+
+
+@cache
+def _limits() -> Limits:
+    every = all_scenes()
+    every = every[(every[:, COLOUR] == 0) & (every[:, BACKGROUND] == 1)]
+    mask = masks(every, torch.full((len(every), 2), 0.5))
     axis = (torch.arange(mask.shape[-1]) + 0.5) / mask.shape[-1] - 0.5
-    square = axis[:, None] ** 2 + axis[None, :] ** 2
-    area = mask.sum((1, 2))
-    return float(area.min()) / mask[0].numel(), float(((mask * square).sum((1, 2)) / area).sqrt().max())
+    pixels = mask.sum((1, 2))
+    spread = (mask * (axis[:, None] ** 2 + axis[None, :] ** 2)).sum((1, 2)) / pixels
+    area = pixels / mask[0].numel()
+    return Limits(float(area.min()), float(spread.max()), float((spread / area).max()))
 
 
 def _smooth(pictures: Float[Tensor, "n *channels side side"]) -> Float[Tensor, "n *channels side side"]:
@@ -120,13 +136,18 @@ def _sharpen(coverage: Tensor) -> Tensor:
     return ((coverage - 0.25) / 0.5).clamp(0, 1)
 
 
-def _erode(mask: Bool[Tensor, "n side side"]) -> Bool[Tensor, "n side side"]:
-    """Pixels all of whose neighbours are in the mask too: its edge, where colours blend, is left out."""
-    return functional.max_pool2d((~mask).float()[:, None], 3, 1, 1)[:, 0] == 0
+def _grow(mask: Bool[Tensor, "n side side"], by: int) -> Float[Tensor, "n side side"]:
+    """The mask and everything within `by` pixels of it."""
+    return functional.max_pool2d(mask.float()[:, None], 2 * by + 1, 1, by)[:, 0]
 
 
-def _near(images: Float[Tensor, "n 3 side side"], colour: Float[Tensor, "n 3"]) -> Float[Tensor, "n side side"]:
-    return _fall(_distance(images, colour[:, :, None, None]), COLOUR_FULL, COLOUR_NONE)
+def _distance_to_blend(
+    images: Float[Tensor, "n 3 side side"], paper: Float[Tensor, "n 3 1 1"], ink: Float[Tensor, "n 3"]
+) -> Float[Tensor, "n side side"]:
+    """How far each pixel is from every mixture of two colours, such as an object's edge has."""
+    way = ink[:, :, None, None] - paper
+    along = ((images - paper) * way).sum(1, keepdim=True) / way.square().sum(1, keepdim=True).clamp(min=1e-6)
+    return (images - paper - along.clamp(0, 1) * way).square().sum(1).sqrt()
 
 
 def _mean(
