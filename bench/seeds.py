@@ -36,11 +36,15 @@ Curve = list[tuple[int, float]]
 def run(preset: str, overrides: list[str], seed: int, folder: str) -> tuple[Curve, dict[str, float]]:
     """One run; its evaluations and its summary."""
     from arborl.config import load_config
+    from arborl.core.errors import InputError
     from arborl.train import train
 
     quiet = ["log.trackers=[]", "log.record_every=0", "log.save_every=100000", f"log.dir={folder}"]
-    config = load_config(preset, [*quiet, *overrides, f"seed={seed}"])
-    where = train(config)
+    try:
+        config = load_config(preset, [*quiet, *overrides, f"seed={seed}"])
+        where = train(config)
+    except InputError as error:
+        raise RuntimeError(str(error)) from None  # which travels between processes
     rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
     name = f"eval/{next(iter(config.rewards))}"
     curve = [(row["epoch"], row[name]) for row in rows if name in row]

@@ -152,7 +152,10 @@ BAD = {
     "runs in an impossible place": (["log.dir=/proc/nowhere"], ["log.dir=/proc/nowhere"]),
     "lora that matches in part": (["model.train=lora", "model.lora.targets=[hidden,nose]"], ["['nose']", "hidden"]),
     "a name that leaves the folder": (["run_name=../x"], ["run_name=../x", "letters"]),
-    "a reward for other pictures": (["rewards=scene"], ["rewards.scene=3×32×32", "N at least 48"]),
+    "a reward for other prompts": (
+        ["rewards=scene"],
+        ["rewards.scene", "none of the prompts", "a dot at the top left"],
+    ),
     "a tracker that is not there": (["log.trackers=[nose]"], ["log.trackers=nose", "tensorboard"]),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from arborl.cli import main
 from arborl.config import load_config
+from arborl.core.errors import InputError
 from arborl.job import load_inputs
 from arborl.rewards import load_rewards
 from arborl.scenes import FOLDER
@@ -212,6 +213,10 @@ class TestScorer:
     def test_prompts_of_another_world_have_no_score(self):
         answer = scene(render(some(2)), [describe(some(2)[0].tolist()), "a dog"], {})
         assert all(not values[0].isnan() and values[1].isnan() for values in answer.values())
+
+    def test_pictures_it_cannot_read(self):
+        with pytest.raises(InputError, match=r"rewards.scene=3×32×32: .*at least 48"):
+            scene(torch.zeros(1, 3, 32, 32), [split()[0][0]], {})
 
     def test_it_is_the_reward_called_scene(self):
         rewards = load_rewards(load_config("tree", []).rewards)

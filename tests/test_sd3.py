@@ -56,6 +56,13 @@ def test_the_family_is_read_from_the_folder(sd3_overrides):
     assert model_class(load_config("mixture", [*sd3_overrides, "model.family=auto"])) is SD3Model
 
 
+def test_a_t5_needs_tokens(sd3_overrides, pipeline, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pipeline, "text_encoder_3", torch.nn.Identity())
+    monkeypatch.setattr("arborl.models.sd3.load_pipeline", lambda *_: pipeline)
+    with pytest.raises(InputError, match=r"model.max_sequence_length=0: .*T5"):
+        make([*sd3_overrides, "model.max_sequence_length=0"])
+
+
 @pytest.mark.parametrize("resolution", [40, 4096])
 def test_a_resolution_the_model_cannot_take(sd3_overrides, resolution: int):
     with pytest.raises(InputError, match=rf"sample.resolution={resolution}.*16\.\.64"):

@@ -228,7 +228,7 @@ def test_the_sketch_has_a_row_for_each_leaf():
 
 def test_a_sheet_of_pictures(tmp_path: Path):
     sheet(torch.zeros(5, 3, 16, 16, dtype=torch.uint8), ["a very long caption " * 5] * 5, tmp_path / "s.png", columns=3)
-    assert Image.open(tmp_path / "s.png").size == (3 * 134 + 6, 2 * 177 + 6)
+    assert Image.open(tmp_path / "s.png").size == (3 * 134 + 6, 2 * 190 + 6)
 
 
 def test_prompts_without_a_default():

@@ -53,7 +53,7 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
 
     Writes metrics, pictures, trees and checkpoints to runs/<run_name>. Interrupt it at any time: it says how to go on.
 
-    Example: arborl train tree.w=3 tree.k=3 train.epochs=200 run_name=wide
+    Example: arborl train tree.k=3 train.learning_rate=5e-5 run_name=wide
     """
     from .train import train as run_training
 
@@ -89,7 +89,12 @@ def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> 
 
 @app.command()
 @overrides_argument
-@click.option("--prompt", "-p", multiple=True, help="A prompt; may be given again. Without one: prompts.path.")
+@click.option(
+    "--prompt",
+    "-p",
+    multiple=True,
+    help="A prompt; may be given again. Without one: prompts.path, or else some of what eval draws.",
+)
 @click.option(
     "--count", "-n", type=click.IntRange(1), help="Pictures to make, the prompts in turn.  [default: one each]"
 )
@@ -114,7 +119,7 @@ def sample(
 ) -> None:
     """Make pictures.
 
-    From the configured model, or from a run's newest weights; without prompts, of 16 from the model's own list.
+    From the configured model, or from a run's newest weights: one for each prompt, or 16 of those that eval draws.
     Picture i starts from the noise that diffusers draws with torch.Generator().manual_seed(seed + i).
 
     Example: arborl sample -p "a large red circle at the left on a blue background" -n 8 --run runs/tree-1

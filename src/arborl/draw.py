@@ -140,8 +140,8 @@ def draw_tree(tree: RecordedTree, path: Path) -> None:
     axes.set_title(
         f"{title}, epoch {tree.epoch}\nblue edges led to better pictures than the average, red to worse", fontsize=9
     )
-    aside = path.with_suffix(".tmp.png")
-    figure.savefig(aside, facecolor="white")
+    aside = path.with_suffix(".png.tmp")
+    figure.savefig(aside, facecolor="white", format="png")
     aside.replace(path)
 
 
@@ -162,7 +162,7 @@ def _level_sigmas(plan: Plan) -> list[float]:
     return [float(plan.schedule.sigma[plan.step[level.edges][0]]) for level in plan.levels]
 
 
-MARGIN, CAPTION, CELL = 6, 43, 128
+MARGIN, CAPTION, CELL = 6, 56, 128
 """A sheet's measures in pixels: between pictures, below them, and a picture's side."""
 
 
@@ -180,7 +180,7 @@ def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -
             image.resize((CELL, CELL), Image.Resampling.NEAREST if image.width < CELL else Image.Resampling.LANCZOS),
             (x, y),
         )
-        for line, part in enumerate(textwrap.wrap(text, 21, max_lines=3, placeholder="…")):
+        for line, part in enumerate(textwrap.wrap(text, 20, max_lines=4, placeholder="…")):
             draw.text((x, y + CELL + 2 + 13 * line), part, fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.save(path)

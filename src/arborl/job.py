@@ -36,6 +36,7 @@ from .plan import check_plan, warnings_about
 from .prompts import Prompts, epoch_indices, load_prompts
 from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores, load_rewards
+from .scenes.score import check_captions
 from .update import SUMS, Stats
 
 T = TypeVar("T")
@@ -319,14 +320,20 @@ def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
     # Where something is missing anyway, what a run would have to fetch is worth knowing too.
     attempt(lambda: family.check(config, may_fetch=not problems))
     prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
-    held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else prompts
+    # Without a file of its own evaluation may draw what training does, and one missing list is told once.
+    held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else None
+    # The default reward knows the scenes' captions alone; with others it would have nothing to say for a whole run.
+    if prompts and any(reward.fn == "scene" for reward in config.rewards.values()):
+        attempt(lambda: check_captions(prompts.texts))
     if rewards is None or prompts is None or held_out is None or problems:
         raise InputError.joined(problems)
     return rewards, prompts, held_out
 
 
 def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
-    """What evaluation draws: the file it names, else the model's held-out list, else what training draws."""
+    """What evaluation draws: the file it names; else what training does, or where that is the model's own list, its
+    held-out ones.
+    """
     if config.eval.prompts:
         return load_prompts(config.eval.prompts, key="eval.prompts")
     if not config.prompts.path and family.heldout_prompts:

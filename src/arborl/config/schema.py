@@ -159,7 +159,9 @@ class RewardConfig:
 class EvalConfig:
     every: int = knob(0, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
     prompts: str = knob(
-        "", "Prompt file for evaluation; empty takes the model's held-out list, or else the training prompts."
+        "",
+        "Prompt file for evaluation; empty takes the training prompts, or where those are the model's own list, "
+        "its held-out ones.",
     )
     num_prompts: int = knob(64, "Pictures to score, one for each of that file's prompts in turn.", low=1)
     num_steps: int = knob(0, "Denoising steps; 0 takes sample.num_steps.", low=0)

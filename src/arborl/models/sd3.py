@@ -34,6 +34,8 @@ class SD3Model(Model):
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3):
             if part is not None:
                 part.eval().requires_grad_(False)
+        if config.model.max_sequence_length == 0 and self.pipe.text_encoder_3 is not None:
+            raise InputError("model.max_sequence_length", 0, "this pipeline has a T5, which needs tokens", "1 or more")
         self.module = self.pipe.transformer
         shape = self.pipe.transformer.config
         resolution = config.sample.resolution

@@ -6,6 +6,7 @@ parts in [0, 1], each about words of its own, averaged by whoever asked. Nothing
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,13 @@ def scene(
     scenes = torch.tensor([found or (0,) * 5 for found in parsed], device=images.device)
     known = torch.tensor([found is not None for found in parsed], device=images.device)
     return {name: torch.where(known, values, torch.nan) for name, values in parts(images.float(), scenes).items()}
+
+
+def check_captions(prompts: Sequence[str]) -> None:
+    """An error if there is nothing here to score."""
+    if not any(parse(prompt) for prompt in prompts):
+        problem = f"can read none of the prompts (the first is “{shorten(prompts[0], 60, placeholder='…')}”)"
+        raise InputError("rewards.scene", None, problem, "captions of the scenes, or another reward: rewards=<name>")
 
 
 def parts(images: Float[Tensor, "n 3 side side"], scenes: Int[Tensor, "n 5"]) -> dict[str, Float[Tensor, " n"]]:
