@@ -23,6 +23,7 @@ install_import_hook(
         "arborl.rollout",
         "arborl.update",
         "arborl.evaluate",
+        "arborl.inputs",
         "arborl.job",
         "arborl.models.base",
         "arborl.scenes",

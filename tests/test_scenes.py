@@ -16,7 +16,7 @@ from torch import Tensor
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
-from arborl.job import load_inputs
+from arborl.inputs import load_inputs
 from arborl.rewards import load_rewards
 from arborl.scenes import FOLDER
 from arborl.scenes.grammar import (

@@ -129,7 +129,7 @@ def sample(
 
     from .draw import sheet
     from .evaluate import generate, noise_of_seeds
-    from .job import heldout_prompts
+    from .inputs import heldout_prompts
     from .prompts import Prompts, load_prompts
     from .record import as_bytes
 
@@ -174,7 +174,7 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     Example: arborl eval --run runs/tree-1 eval.num_prompts=512
     """
     from .evaluate import evaluate
-    from .job import heldout_prompts
+    from .inputs import heldout_prompts
     from .rewards import load_rewards
 
     config = _config_of(run, config_name, overrides)

@@ -3,10 +3,8 @@
 import json
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -27,19 +25,16 @@ from .config import read_config
 from .config.schema import Config
 from .core.advantage import advantages
 from .core.errors import InputError
-from .core.noise import fold
 from .core.tree import Plan
 from .draw import draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
-from .models import Model, load_model, model_class
+from .inputs import load_inputs, probe
+from .models import Model, load_model
 from .plan import check_plan, warnings_about
-from .prompts import Prompts, epoch_indices, load_prompts
+from .prompts import Prompts, epoch_indices
 from .record import Record, RecordedTree, previews
-from .rewards import Rewards, Scores, load_rewards
-from .scenes.score import check_captions
+from .rewards import Rewards, Scores
 from .update import SUMS, Stats
-
-T = TypeVar("T")
 
 RATIO_BOUND, RATIO_BOUND_HALF = 1e-6, 1e-4
 """How far from 1 the first update's ratio may be by rounding alone, in float32 and in half precision."""
@@ -304,43 +299,6 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     return Job(config, accelerator, model, rewards, prompts, held_out, state, run)
 
 
-def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
-    """Rewards, training and held-out prompts; one line names all that is missing, the model's weights included."""
-    problems: list[str] = []
-
-    def attempt(load: Callable[[], T]) -> T | None:
-        try:
-            return load()
-        except InputError as error:
-            problems.append(str(error))
-            return None
-
-    family = model_class(config)
-    rewards = attempt(lambda: load_rewards(config.rewards, config.advantage.combine))
-    # Where something is missing anyway, what a run would have to fetch is worth knowing too.
-    attempt(lambda: family.check(config, may_fetch=not problems))
-    prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
-    # Without a file of its own evaluation may draw what training does, and one missing list is told once.
-    held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else None
-    # The default reward knows the scenes' captions alone; with others it would have nothing to say for a whole run.
-    if prompts and any(reward.fn == "scene" for reward in config.rewards.values()):
-        attempt(lambda: check_captions(prompts.texts))
-    if rewards is None or prompts is None or held_out is None or problems:
-        raise InputError.joined(problems)
-    return rewards, prompts, held_out
-
-
-def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
-    """What evaluation draws: the file it names; else what training does, or where that is the model's own list, its
-    held-out ones.
-    """
-    if config.eval.prompts:
-        return load_prompts(config.eval.prompts, key="eval.prompts")
-    if not config.prompts.path and family.heldout_prompts:
-        return Prompts(list(family.heldout_prompts), {})
-    return load_prompts(config.prompts.path, family.default_prompts)
-
-
 def precision(config: Config) -> str:
     """The arithmetic that `train.mixed_precision` means here; a launcher that was told bf16 is heeded."""
     if config.train.mixed_precision != "auto":
@@ -348,13 +306,3 @@ def precision(config: Config) -> str:
     told = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     return "bf16" if told or on_gpu else "no"
-
-
-@torch.no_grad()
-def probe(model: Model, rewards: Rewards, prompts: Prompts) -> None:
-    """Score two pictures of pure noise, so that a reward that does not keep its contract is known before the run."""
-    two = prompts.take([0, len(prompts) - 1])
-    pictures = model.decode(model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device)))
-    if not pictures.isfinite().all():
-        raise RuntimeError("the decoder returned pictures that are not finite")
-    rewards(pictures, two.texts, two.columns)
