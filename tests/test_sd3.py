@@ -57,7 +57,9 @@ def test_the_family_is_read_from_the_folder(sd3_overrides):
 
 
 def test_a_t5_needs_tokens(sd3_overrides, pipeline, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pipeline, "text_encoder_3", torch.nn.Identity())
+    t5 = torch.nn.Linear(1, 1)
+    t5.dtype = torch.float32  # as every model of transformers has it
+    monkeypatch.setattr(pipeline, "text_encoder_3", t5)
     monkeypatch.setattr("arborl.models.sd3.load_pipeline", lambda *_: pipeline)
     with pytest.raises(InputError, match=r"model.max_sequence_length=0: .*T5"):
         make([*sd3_overrides, "model.max_sequence_length=0"])
