@@ -17,6 +17,7 @@ from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.inputs import load_inputs
+from arborl.job import start_accelerator
 from arborl.rewards import load_rewards
 from arborl.scenes import FOLDER
 from arborl.scenes.grammar import (
@@ -391,6 +392,8 @@ class TestPipeline:
         assert float(total(again.clamp(0, 1), scenes).mean()) >= 0.92
 
     def test_it_starts_half_right_on_held_out_captions(self, capsys):
+        """Also in a process that has worked in another precision before."""
+        start_accelerator(load_config("mixture", ["train.mixed_precision=bf16"]))
         with pytest.raises(SystemExit):
             main(["eval", "eval.num_prompts=511", "--json"])
         answer = json.loads(capsys.readouterr().out)

@@ -223,13 +223,11 @@ def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
 
 def _load(config: Config, run: Path | None) -> Any:
     """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
-    from accelerate import Accelerator
-
     from .checkpoint import latest, load_weights, trainable, weights_of
-    from .job import precision
+    from .job import start_accelerator
     from .models import load_model
 
-    accelerator = Accelerator(mixed_precision=precision(config))
+    accelerator = start_accelerator(config)
     model = load_model(config, accelerator.device)
     if run is not None:
         folder, checkpoint = _run_and_checkpoint(run)

@@ -5,6 +5,7 @@ import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -257,10 +258,8 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     checkpoint = latest(resume) if resume else log.check_folder(config)
     trackers = log.trackers(config)
     rewards, prompts, held_out = load_inputs(config)
-    # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(
-        mixed_precision=precision(config),
+    accelerator = start_accelerator(
+        config,
         log_with=[*trackers] or None,
         project_config=ProjectConfiguration(logging_dir=config.log.dir),  # the run's own folder, once it is made
         # Accumulation is ours; a launcher's setting would only scale the gradient.
@@ -297,6 +296,13 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     for text in warnings_about(config):
         run.warn_once(text)
     return Job(config, accelerator, model, rewards, prompts, held_out, state, run)
+
+
+def start_accelerator(config: Config, **options: Any) -> Accelerator:
+    """This process's device and precision, whatever ran in it before."""
+    # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
+    AcceleratorState._reset_state()
+    return Accelerator(mixed_precision=precision(config), **options)
 
 
 def precision(config: Config) -> str:
