@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.config import load_config
+from arborl.core import plans
 from arborl.core import tree as trees
 from arborl.core.errors import InputError
 from arborl.core.kernels import sde_able
@@ -91,7 +92,7 @@ def test_a_plan_is_consistent(data: st.DataObject):
 @given(s=st.integers(0, 7), tou=st.integers(1, 50), w=st.integers(1, 8), epoch=st.integers(0, 10**6))
 def test_the_window_is_never_empty_and_never_leaves_the_steps_that_may_be_stochastic(s, tou, w, epoch):
     schedule = shifted(10, 3.0)
-    plan = trees.tree(
+    plan = plans.tree(
         schedule, "flow_sde", epoch, eta=0.7, k=1, w=w, s=s, tou=tou, num_trees=1, max_leaves=4
     )  # fmt: skip
     steps = plan.step[plan.stochastic].tolist()

@@ -16,8 +16,9 @@ from arborl.config.schema import RewardConfig
 from arborl.core.advantage import ADVANTAGES
 from arborl.core.errors import InputError
 from arborl.core.kernels import KERNELS
+from arborl.core.plans import PLANS
 from arborl.core.schedule import shifted
-from arborl.core.tree import PLANS, grow
+from arborl.core.tree import grow
 from arborl.draw import draw_tree, leaf_order, sheet, sketch
 from arborl.plan import plans_of_a_run
 from arborl.prompts import Prompts, epoch_indices, load_prompts

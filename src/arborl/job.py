@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +33,7 @@ from .draw import draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
 from .inputs import load_inputs, probe
 from .models import Model, load_model
-from .plan import check_plan, warnings_about
+from .plan import check_plan, warnings_about, window_of
 from .prompts import Prompts, epoch_indices
 from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores
@@ -53,6 +55,13 @@ class Job:
     run: log.Run
     ratio_checked: bool = False
     finished: bool = False
+
+    def goes_on(self) -> bool:
+        """Whether there are epochs, and seconds, left."""
+        limit = self.config.train.max_seconds
+        # The first rank's clock counts, so that all of them stop after the same epoch.
+        used = gather(torch.tensor([self.run.trained]), self.accelerator)[0] if limit else 0.0
+        return self.state.epoch < self.config.train.epochs and not (limit and used >= limit)
 
     def prompts_of(self, epoch: int) -> tuple[Prompts, Int[Tensor, " prompts"]]:
         """This rank's prompts of an epoch, and their places among those of all ranks."""
@@ -123,7 +132,7 @@ class Job:
             "steps": stats.steps,
             "steps_skipped": stats.skipped,
             "steps_broken": stats.broken,
-            "window": int(plan.step[plan.stochastic].min()),
+            "window": window_of(self.config, plan, state.epoch),
         }
         self._check(metrics)
         state.epoch += 1
@@ -206,7 +215,7 @@ class Job:
 
     def finish(self) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
-        epochs, run = self.config.train.epochs, self.run
+        epochs, run = self.state.epoch, self.run
         self.save()
         with run.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()
@@ -222,9 +231,11 @@ class Job:
             "heldout_after": rows[-1][reward],
             "heldout_after_stderr": rows[-1][f"{reward}_stderr"],
             "seconds": sum(row["step_time"] for row in rows),
+            "train_seconds": run.trained,
             "epochs": epochs,
             "forwards": self.state.forwards,
             "forward_backwards": self.state.forward_backwards,
+            "peak_memory": peak_memory(self.accelerator.device),
         }
         (run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
         split = sorted(log.seconds_by_stage(rows).items(), key=lambda item: -item[1])
@@ -237,7 +248,7 @@ class Job:
 
     def _show(self) -> None:
         """Where to look: the same captions before and after, and one tree."""
-        run, epochs = self.run, self.config.train.epochs
+        run, epochs = self.run, self.state.epoch
         before, after = (run.folder / "samples" / f"epoch_{epoch:06d}.png" for epoch in (0, epochs))
         if epochs and before.is_file() and after.is_file():
             both = run.folder / "samples" / "before_after.png"
@@ -250,6 +261,14 @@ class Job:
 def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
     """Population standard deviation over the last axis, of what is not NaN."""
     return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: of tensors on a GPU, else of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def prepare(config: Config, resume: Path | None = None) -> Job:
@@ -291,6 +310,9 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         raise InputError("train.epochs", train.epochs, f"the run has {state.epoch} epochs already", "more, to go on")
     changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
     run = log.Run(config, accelerator, resume, state.epoch)
+    if resume and 0 < train.max_seconds <= run.trained and (resume / "summary.json").exists():
+        used = f"the run has trained for {run.trained:.0f} s already"
+        raise InputError("train.max_seconds", train.max_seconds, used, "more, to go on")
     for text in changed:
         run.say(f"changed from epoch {state.epoch} on: {text}")
     for text in warnings_about(config):

@@ -34,6 +34,7 @@ class Run:
     def __init__(self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
+        self.trained = 0.0  # seconds of all epochs, evaluation apart
         self.warned: set[str] = set()
         self.console = Console(stderr=True, quiet=not self.main, highlight=False)
         name = [str(resume or (claim_folder(config) if self.main else ""))]
@@ -42,6 +43,7 @@ class Run:
         if self.main:
             save_config(config, self.folder / "config.yaml")
             self._drop_metrics_from(epoch)
+            self.trained = sum(map(training_seconds, self.read_metrics()))
         accelerator.project_configuration.logging_dir = str(self.folder)
         # Epochs that are done again must not be drawn twice.
         options = {"tensorboard": {"purge_step": epoch}, "wandb": {"name": config.run_name}}
@@ -64,6 +66,7 @@ class Run:
         metrics = {"epoch": epoch, **metrics, "step_time": sum(self.seconds.values())}
         metrics |= {f"time/{name}": spent for name, spent in self.seconds.items()}
         self.seconds = {}
+        self.trained += training_seconds(metrics)
         if self.main:
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite(metrics)) + "\n")
@@ -72,7 +75,8 @@ class Run:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every line of metrics.jsonl; a last one that a kill cut short is left out."""
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else [""]
         return [json.loads(line) for line in lines[:-1]]
 
     def close(self) -> None:
@@ -100,6 +104,11 @@ class Run:
 def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """JSON has no NaN: a number that is none is null."""
     return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+
+
+def training_seconds(row: dict[str, Any]) -> float:
+    """What an epoch took, evaluation apart."""
+    return row["step_time"] - row.get("time/evaluate", 0.0)
 
 
 def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What a rollout keeps, and the file form of one prompt's trees: written once, read by drawings, reports and tests."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ from .core.schedule import Schedule
 from .core.tree import Plan
 from .models.base import Cond, Model
 
-VERSION = 1
+VERSION = 2
+LEVELS = ("sigma", "sigma_next", "timestep")
 
 
 @dataclass
@@ -60,7 +61,8 @@ class RecordedTree:
             "plan.step": plan.step,
             "plan.eta": plan.eta,
             "plan.kappa": plan.kappa,
-            **{f"schedule.{name}": values for name, values in asdict(plan.schedule).items()},
+            "plan.multistep": plan.multistep,
+            **{f"schedule.{name}": getattr(plan.schedule, name) for name in LEVELS},
             "log_density": self.log_density,
             "advantage": self.advantage,
             "kept": self.kept,
@@ -75,6 +77,7 @@ class RecordedTree:
             "epoch": self.epoch,
             "prompt": self.prompt,
             "kernel": plan.kernel,
+            "prediction": plan.schedule.prediction,
             "roots": plan.roots,
             "scores": list(self.scores),
         }
@@ -97,8 +100,9 @@ class RecordedTree:
         if head.get("format") != "arborl.tree" or head.get("version") != VERSION:
             found = f"{head.get('format')} version {head.get('version')}"
             raise InputError("tree file", stem, f"is {found}", f"arborl.tree version {VERSION}")
-        schedule = Schedule(*(tensors[f"schedule.{name}"] for name in ("sigma", "sigma_next", "timestep")))
-        arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa"))
+        levels = {name: tensors[f"schedule.{name}"] for name in LEVELS}
+        schedule = Schedule(**levels, prediction=head["prediction"])
+        arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa", "multistep"))
         plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
         scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
         own = {name: tensors[name] for name in ("log_density", "advantage", "kept", "shown", "pictures", "latents")}

@@ -39,19 +39,25 @@ def rollout(
     log_density = torch.zeros(prompts, plan.edges, device=device)
     clean = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_clean else None
     latents[:, : plan.roots] = frontier
+    looks_back = bool(plan.multistep.any())
+    before = frontier if looks_back else None  # x̂0 at the parents of the frontier's nodes
     first = 0  # the number of the frontier's first node
     for level in plan.levels:
         x = frontier[:, level.parents - first]
         v = predict(model, x, plan.timestep[level.parents], cond, config.batch_size, config.pad_batches)
         if clean is not None:
-            sigma = plan.sigma[level.parents]
-            clean[level.parents] = x[0] - like(sigma, x).view(-1, *[1] * len(model.latent_shape)) * v[0]
+            clean[level.parents] = clean_of(plan, level.parents, x[:1], v[:1])[0]
         children = plan.child[level.edges]
         gaussian = transition(
             x[:, level.slot].flatten(0, 1),
             v[:, level.slot].flatten(0, 1),
             Coefficients(*(c[level.edges].repeat(prompts) for c in plan.coefficients)),
         )
+        if before is not None:
+            here = clean_of(plan, level.parents, x, v)
+            change = (here - before[:, level.parents - first])[:, level.slot]
+            gaussian.mean.add_((_spread(plan.momentum[level.edges], x) * change).flatten(0, 1))
+            before = here[:, level.slot]
         if plan.stochastic[level.edges].any():
             drawn = gaussian.sample(normal(key, addresses(plan, prompt_ids, children, device), model.latent_shape))
             log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, len(children)))
@@ -63,6 +69,19 @@ def rollout(
     if clean is not None:
         clean[plan.leaves] = latents[0, plan.leaves].to(device)
     return Record(plan, cond, latents, log_density, clean)
+
+
+def clean_of(
+    plan: Plan, nodes: Int[Tensor, " n"], x: Float[Tensor, "prompts n *latent"], v: Float[Tensor, "prompts n *latent"]
+) -> Float[Tensor, "prompts n *latent"]:
+    """x̂0, what the model takes the clean sample to be, at some nodes."""
+    a, b = (_spread(c[nodes], x) for c in plan.clean)
+    return a * x + b * v
+
+
+def _spread(values: Float[Tensor, " n"], x: Float[Tensor, "prompts n *latent"]) -> Tensor:
+    """One value a node, shaped so that it multiplies its latents."""
+    return like(values, x).view(-1, *[1] * (x.ndim - 2))
 
 
 def addresses(

@@ -7,7 +7,7 @@ from .core.noise import fold
 from .core.prune import prune
 from .job import prepare
 from .log import Bar, Interrupts
-from .plan import make_plan
+from .plan import make_plan, pruning
 from .rollout import rollout
 from .update import update
 
@@ -20,7 +20,8 @@ def train(config: Config, resume: Path | None = None) -> Path:
     interrupts = Interrupts(job.accelerator)
     try:
         with interrupts.watched(), Bar(run, state.epoch, config.train.epochs) as bar:
-            while (epoch := state.epoch) < config.train.epochs:
+            while job.goes_on():
+                epoch = state.epoch
                 with run.stage("evaluate"):
                     evaluation = job.evaluate_if_due(epoch)
                 with run.stage("encode"):
@@ -34,7 +35,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     scores = job.score(record, prompts)
                 with run.stage("advantage"):
                     advantage = job.advantage(plan, scores, record)
-                    keep = prune(plan, advantage)
+                    keep = prune(plan, advantage, pruning(config, plan, epoch), key, prompt_ids)
                 with run.stage("record"):
                     job.keep_tree_if_due(epoch, prompts, record, scores, advantage, keep)
                 # Weights, averages, counters and metrics move on together or not at all.

@@ -128,7 +128,8 @@ def _loss(
 
     new = policy.log_density(child)
     old = record.log_density[batch.prompt, batch.edge].to(device)
-    loss, seen = clipped_surrogate(new, old, like(advantage[batch.prompt, batch.edge], new), config.clip)
+    weight = like(plan.noise_weight[batch.edge], new) if config.edge_weight == "noise" else None
+    loss, seen = clipped_surrogate(new, old, like(advantage[batch.prompt, batch.edge], new), config.clip, weight)
     ratio = seen["ratio"]
     if first:
         stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())

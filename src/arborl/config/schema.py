@@ -61,7 +61,7 @@ class PromptsConfig:
 class SampleConfig:
     num_prompts: int = knob(4, "Prompts per process and epoch.", low=1)
     num_trees: int = knob(1, "Trees per prompt, each from its own noise.", low=1)
-    group_size: int = knob(16, "Trajectories per prompt in the flat plan.", low=1)
+    group_size: int = knob(16, "Trajectories per prompt in the plans flat and (per tree) mix.", low=1)
     shared_noise: bool = knob(False, "Start a flat group from one noise instead of separate ones.")
     num_steps: int = knob(10, "Denoising steps while training.", low=1)
     sigmas: str = knob(
@@ -70,6 +70,12 @@ class SampleConfig:
         choices=("shift", "pipeline"),
     )
     shift: float = knob(3.0, "The shift of that grid.", above=0)
+    tail_solver: str = knob(
+        "euler",
+        "How the steps after the last stochastic one are taken: Euler, or DPM-Solver++(2M), which needs fewer.",
+        choices=("euler", "dpmpp_2m"),
+    )
+    tail_steps: int = knob(0, "In how many steps, at most; 0 takes those of the schedule.", low=0)
     guidance_scale: float = knob(1.0, "Classifier-free guidance; 1 is off.", low=1)
     resolution: int = knob(512, "Height and width of the pictures, for models that have a choice.", low=8)
     batch_size: int = knob(16, "Latents per model call while sampling.", low=1)
@@ -80,11 +86,20 @@ class SampleConfig:
 
 @dataclass
 class TreeConfig:
-    plan: str = knob("tree", "Shape of the rollout.", choices=("tree", "flat"))
-    k: int = knob(2, "Children of a node inside the window.", low=1)
-    w: int = knob(4, "Steps in the window.", low=1)
+    plan: str = knob("tree", "Shape of the rollout.", choices=("tree", "branch", "flat", "mix", "comb"))
+    k: int = knob(2, "Children of a node where it branches (tree, branch, comb).", low=1)
+    w: int = knob(4, "Steps in the window (tree, mix).", low=1)
     s: int = knob(1, "Steps the window moves at a time.", low=0)
     tou: int = knob(1, "Epochs between two moves of the window.", low=1)
+    split_points: list[int] = knob([], "Steps at which branch and comb split, from 0; empty takes split_rounds.")
+    split_rounds: int = knob(4, "Number of splits, spread evenly over the steps that can bear them.", low=1)
+    split_noise_scale: float | None = knob(
+        None,
+        "branch: κ, which scales the noise at a split; null takes 4 with dance_sde (as published) and 1 with others.",
+        above=0,
+    )
+    mix_ode_sde: bool = knob(False, "branch: only the splits and a moving window are stochastic, the rest is ODE.")
+    mix_sde_window: int = knob(4, "Steps in that window; it moves by tree.s every tree.tou epochs.", low=1)
     max_leaves: int = knob(1024, "Most leaves a prompt may have.", low=1)
 
 
@@ -92,10 +107,15 @@ class TreeConfig:
 class KernelConfig:
     name: str = knob(
         "auto",
-        "Transition along a stochastic edge; auto picks flow_sde for flow models.",
-        choices=("auto", "flow_sde", "dance_sde", "cps"),
+        "Transition along a stochastic edge; auto picks by model family: kernel.flow for flow models, else ddim.",
+        choices=("auto", "flow_sde", "dance_sde", "cps", "ddim"),
     )
-    eta: float = knob(0.7, "Noise level of stochastic steps.", above=0)
+    flow: str = knob("flow_sde", "What auto means for flow models.", choices=("flow_sde", "dance_sde", "cps"))
+    eta: float | None = knob(
+        None,
+        "Noise level of stochastic steps; null takes the kernel's usual: flow_sde and cps 0.7, dance_sde 0.3, ddim 1.",
+        above=0,
+    )
     excess_noise: bool = knob(
         False,
         "Flat plan: also add noise where a step adds more than the level it reaches "
@@ -105,13 +125,23 @@ class KernelConfig:
 
 @dataclass
 class AdvantageConfig:
-    name: str = knob("tree", "How leaf scores become one number per edge.", choices=("tree", "flat"))
+    name: str = knob("tree", "How leaf scores become one number per edge.", choices=("tree", "depth", "flat"))
     backup: str = knob(
         "softmax",
         "Weights of sibling edges on the way up: softmax of log-densities, or equal.",
         choices=("softmax", "mean"),
     )
     temperature: float = knob(1.0, "Temperature of that softmax.", above=0)
+    fusion: str = knob(
+        "mean",
+        "depth: a node's reward is the mean of the leaves below it, or its children's by softmax of log-densities.",
+        choices=("mean", "path_prob"),
+    )
+    group: str = knob(
+        "tree",
+        "depth: which nodes are compared: those of a depth in one tree, in all the prompt's trees, or siblings.",
+        choices=("tree", "prompt", "siblings"),
+    )
     combine: str = knob(
         "zscore",
         "Several rewards: weighted z-scores over the prompt's leaves, or weighted raw sum.",
@@ -120,8 +150,28 @@ class AdvantageConfig:
 
 
 @dataclass
+class PruneConfig:
+    depth: list[int] = knob([], "Edges into these depths are not trained (the roots' children stand at depth 1).")
+    depth_slide: bool = knob(False, "Move these depths towards the root as training goes on.")
+    slide_interval: int = knob(30, "Epochs between two such moves, of one step.", low=1)
+    stop_depth: int | None = knob(None, "Where the first of them stops; null is the last split.", low=1)
+    width_mode: int = knob(
+        0,
+        "Of the chains after the last split train: 0 all, 1 the best among siblings, 2 the best and worst of the tree.",
+        low=0,
+        high=2,
+    )
+    width_ratio: float = knob(0.5, "Share of the chains that modes 1 and 2 keep.", above=0, high=1)
+    step_fraction: float = knob(
+        1.0, "Share of the stochastic steps that is trained, drawn for each prompt and epoch.", above=0, high=1
+    )
+    until: float = knob(1.0, "Prune during this first share of the run only.", low=0, high=1)
+
+
+@dataclass
 class TrainConfig:
     epochs: int = knob(100, "Epochs: one rollout and its updates each.", low=0)
+    max_seconds: float = knob(0.0, "Stop once training, evaluation apart, has taken this long; 0 is off.", low=0)
     updates: int = knob(1, "Optimizer steps per epoch, over a seeded partition of the parents.", low=1)
     batch_size: int = knob(8, "Parents per forward + backward.", low=1)
     learning_rate: float = knob(3e-4, "AdamW's step size.", above=0)
@@ -131,6 +181,11 @@ class TrainConfig:
     max_grad_norm: float = knob(1.0, "Gradient norm above which gradients are scaled down.", above=0)
     clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
     adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
+    edge_weight: str = knob(
+        "equal",
+        "Weight of an edge in the loss: all the same, or by the noise it added (mean 1).",
+        choices=("equal", "noise"),
+    )
     kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
     ema_decay: float = knob(
         0.0, "Decay of the weight average that evaluation and sampling use; 0 is off.", low=0, below=1
@@ -186,6 +241,7 @@ class Config:
     tree: TreeConfig = field(default_factory=TreeConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    prune: PruneConfig = field(default_factory=PruneConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -3,23 +3,37 @@
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from .plain import unique
 from .tree import Plan
 
 STD_FLOOR = 1e-6
 """A group whose scores spread less than this has nothing to say: its advantages are 0, not noise blown up."""
 
 
-def zscore(scores: Float[Tensor, "*group n"], ddof: int = 0) -> Float[Tensor, "*group n"]:
+def zscore(scores: Float[Tensor, "*batch n"], ddof: int = 0) -> Float[Tensor, "*batch n"]:
     """(r - mean) / std over the last axis in float64, ignoring NaN; 0 for a whole group whose std is below 1e-6."""
+    return zscore_within(scores, torch.zeros(scores.shape[-1], dtype=torch.long), ddof)
+
+
+def zscore_within(
+    scores: Float[Tensor, "*batch n"], group: Int[Tensor, " n"], ddof: int = 0
+) -> Float[Tensor, "*batch n"]:
+    """The same, each group of the last axis by itself."""
     scores = scores.double()
     valid = ~scores.isnan()
-    count = valid.sum(-1, keepdim=True)
-    mean = torch.where(valid, scores, 0).sum(-1, keepdim=True) / count.clamp_min(1)
-    centred = torch.where(valid, scores - mean, 0)
-    std = ((centred**2).sum(-1, keepdim=True) / (count - ddof).clamp_min(1)).sqrt()
+    group = group.to(scores.device)
+    empty = scores.new_zeros(*scores.shape[:-1], int(group.max()) + 1)
+
+    def per_group(values: Tensor) -> Tensor:
+        return empty.index_add(-1, group, values)
+
+    count = per_group(valid.double())
+    mean = per_group(torch.where(valid, scores, 0)) / count.clamp_min(1)
+    centred = torch.where(valid, scores - mean[..., group], 0)
+    std = (per_group(centred**2) / (count - ddof).clamp_min(1)).sqrt()[..., group]
     z = torch.where(std < STD_FLOOR, torch.zeros_like(centred), centred / std.clamp_min(STD_FLOOR))
     return torch.where(valid, z, torch.nan)
 
@@ -88,7 +102,43 @@ def flat(
     return back_up(plan, zscore(scores))
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {"tree": tree, "flat": flat}
+def depth(
+    plan: Plan,
+    scores: Float[Tensor, "prompts leaves"],
+    log_density: Float[Tensor, "prompts edges"],
+    *,
+    fusion: str,
+    group: str,
+    **_: object,
+) -> Float[Tensor, "prompts edges"]:
+    """BranchGRPO: fuse leaf scores into a reward for every node, then z-score nodes against one another.
+
+    A node's reward is the mean of the leaves below it, or its children's weighted by softmax(log π_old) of the edges to
+    them (`path_prob`). It is compared with the nodes of its depth in its tree, or in all trees of the prompt, or with
+    its siblings alone. The standard deviation divides by n - 1; where a group has one node the advantage is 0.
+    """
+    fused = back_up(plan, scores, log_density) if fusion == "path_prob" else mean_below(plan, scores)
+    level = plan.depth[plan.child]
+    # A deterministic edge is no decision, so it is nobody's sibling.
+    parts = {
+        "tree": (plan.tree[plan.child], level),
+        "prompt": (level,),
+        "siblings": (plan.parent, plan.stochastic.long()),
+    }[group]
+    return zscore_within(fused, unique(torch.stack(parts, 1))[1], ddof=1)
+
+
+def mean_below(plan: Plan, scores: Float[Tensor, "prompts leaves"]) -> Float[Tensor, "prompts edges"]:
+    """The mean score of the leaves below each edge that have one."""
+    total = torch.zeros(2, len(scores), plan.nodes, dtype=torch.float64)
+    scores = scores.double().cpu()
+    total[0, :, plan.leaves], total[1, :, plan.leaves] = scores.nan_to_num(), (~scores.isnan()).double()
+    for level in reversed(plan.levels):
+        total.index_add_(2, plan.parent[level.edges], total[:, :, plan.child[level.edges]])
+    return (total[0] / total[1])[:, plan.child]
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {"tree": tree, "depth": depth, "flat": flat}
 """An advantage is a function (plan, scores, log_density, the knobs it wants by name) and a line here."""
 
 

@@ -1,8 +1,9 @@
 """Transitions along an edge. A kernel is three numbers a step: mean = a·x + b·v and standard deviation s.
 
-Every published flow sampler is linear in the state x and the predicted velocity v, so a kernel maps noise levels to
-(a, b, s) in float64 and never touches a latent. Sampling, log-density and KL are written once, for the Gaussian.
-σ is the level the edge leaves, σ' the one it reaches, d = σ' - σ < 0. η = 0 makes every kernel the ODE.
+Every published sampler is linear in the state x and the model's answer v (a flow's velocity, a diffusion's noise), so a
+kernel maps noise levels to (a, b, s) in float64 and never touches a latent. Sampling, log-density and KL are
+written once, for the Gaussian. σ is the level the edge leaves, σ' the one it reaches, d = σ' - σ < 0. η = 0 makes every
+kernel the ODE.
 """
 
 import math
@@ -61,27 +62,70 @@ def cps(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coeffi
     return Coefficients((1 - sigma_next) + keep, keep * (1 - sigma) - sigma * (1 - sigma_next), std)
 
 
-KERNELS: dict[str, Kernel] = {"ode": ode, "flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps}
+def ddim(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
+    """DDIM (arXiv 2010.02502, eq. 12 and 16) for predicted noise ε: √ᾱ'·x̂0 + √(1-ᾱ'-s²)·ε, with ᾱ = 1-σ².
+
+    s = η√((1-ᾱ')/(1-ᾱ)·(1-ᾱ/ᾱ')) never exceeds the level it reaches.
+    """
+    signal, signal_next = torch.sqrt(1 - sigma**2), torch.sqrt(1 - sigma_next**2)
+    std = eta * sigma_next / sigma * torch.sqrt((1 - (signal / signal_next) ** 2).clamp_min(0))
+    direction = torch.sqrt((sigma_next**2 - std**2).clamp_min(0))
+    return Coefficients(signal_next / signal, direction - signal_next / signal * sigma, std)
+
+
+KERNELS: dict[str, Kernel] = {"ode": ode, "flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps, "ddim": ddim}
 
 TAKES_KAPPA = {"flow_sde", "dance_sde"}
 """Kernels whose noise may be scaled by κ while the drift keeps η."""
 
+USUAL_ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.7, "ddim": 1.0}
+"""The noise level each kernel is published with (Flow-GRPO, DanceGRPO, –, DDPO)."""
 
-def transition_std(schedule: Schedule, kernel: str, eta: float) -> Float[Tensor, " steps"]:
+USUAL_KAPPA = {"dance_sde": 4.0}
+"""What BranchGRPO scales the noise of its splits by; others keep theirs."""
+
+
+def coefficients(schedule: Schedule, kernel: str, step: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
+    """The kernel at some rows of a schedule, for what its model predicts."""
+    sigma, sigma_next = schedule.sigma[step], schedule.sigma_next[step]
+    a, b, std = KERNELS[kernel](sigma, sigma_next, eta, kappa)
+    if schedule.prediction == "v_prediction":  # ε = α·v + σ·x
+        a, b = a + b * sigma, b * schedule.signal(sigma)
+    return Coefficients(a, b, std)
+
+
+def clean_coefficients(
+    schedule: Schedule, sigma: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """(a, b) such that x̂0 = a·x + b·v at noise level σ."""
+    if schedule.prediction == "epsilon":
+        signal = schedule.signal(sigma)
+        return 1 / signal, -sigma / signal
+    return schedule.signal(sigma) if schedule.prediction == "v_prediction" else torch.ones_like(sigma), -sigma
+
+
+def transition_std(schedule: Schedule, kernel: str, eta: float, kappa: float = 1.0) -> Float[Tensor, " steps"]:
     """The noise each step would add were it stochastic."""
     ones = torch.ones_like(schedule.sigma)
-    return KERNELS[kernel](schedule.sigma, schedule.sigma_next, eta * ones, ones).std
+    return coefficients(schedule, kernel, torch.arange(len(schedule)), eta * ones, kappa * ones).std
 
 
-def sde_able(schedule: Schedule, kernel: str, eta: float, excess: bool = False) -> Bool[Tensor, " steps"]:
+def sde_able(
+    schedule: Schedule, kernel: str, eta: float, excess: bool = False, kappa: float = 1.0
+) -> Bool[Tensor, " steps"]:
     """Steps that may be stochastic: they add noise, and no more of it than the level they reach (s ≤ σ').
 
     Otherwise noise survives into the picture. `excess` drops that bound for methods that break it on purpose;
     the step into σ' = 0 stays deterministic either way, because nothing after it could remove the noise.
     """
+    if (kernel == "ddim") == schedule.is_flow:
+        kind, fits = ("flow", "flow_sde, dance_sde or cps") if schedule.is_flow else ("diffusion", "ddim")
+        raise InputError("kernel.name", kernel, f"the model is a {kind} model", f"auto, {fits}")
     if kernel == "cps" and eta > 1:
         raise InputError("kernel.eta", eta, "with cps it is an angle in quarter turns", "above 0, at most 1")
-    std = transition_std(schedule, kernel, eta)
+    if kernel == "ddim" and eta > 1:
+        raise InputError("kernel.eta", eta, "with ddim more noise than 1 has no direction left", "above 0, at most 1")
+    std = transition_std(schedule, kernel, eta, kappa)
     return (std > 0) & (schedule.sigma_next > 0) & ((std <= schedule.sigma_next) | excess)
 
 

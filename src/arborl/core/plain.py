@@ -23,5 +23,5 @@ def like(values: Tensor, other: Tensor) -> Tensor:
 
 
 def unique(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct values in order, and where in them each value stands."""
-    return torch.unique(values, return_inverse=True)
+    """The distinct values (or rows) in order, and where in them each stands."""
+    return torch.unique(values, return_inverse=True, dim=0)

@@ -1,11 +1,99 @@
 """Which edges the update trains. Rollout and rewards stay whole; pruning only drops edges from the loss."""
 
-from jaxtyping import Bool, Float
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .noise import Key, normal
+from .plain import unique
 from .tree import Plan
 
+STEP_DRAW = 2**32 - 1
+"""The tree number that draws of steps are made under; no prompt has as many trees."""
 
-def prune(plan: Plan, advantage: Float[Tensor, "prompts edges"]) -> Bool[Tensor, "prompts edges"]:
-    """The edges that stay in the loss: drawn from a density, with a scored leaf somewhere below them."""
-    return plan.stochastic.to(advantage.device) & ~advantage.isnan()
+
+class Pruning(NamedTuple):
+    """What is dropped at an epoch (BranchGRPO, arXiv 2509.06040; `step_fraction` is DanceGRPO's)."""
+
+    depths: tuple[int, ...] = ()  # edges whose child stands at one of these
+    width_mode: int = 0  # of the chains after the last split: 1 keeps the best siblings, 2 the tree's best and worst
+    width_ratio: float = 0.5  # share of the chains that is kept
+    step_fraction: float = 1.0  # share of the stochastic steps that is kept, drawn for each prompt
+
+
+NOTHING = Pruning()
+
+
+def slid(depths: Sequence[int], epoch: int, interval: int, stop: int) -> tuple[int, ...]:
+    """Depths moved towards the root by one every `interval` epochs, until the first of them has reached `stop`."""
+    shift = min(epoch // interval, max(0, min(depths) - stop)) if depths else 0
+    return tuple(depth - shift for depth in depths)
+
+
+def prune(
+    plan: Plan,
+    advantage: Float[Tensor, "prompts edges"],
+    how: Pruning = NOTHING,
+    key: Key = (0, 0),
+    prompt_ids: Int[Tensor, " prompts"] | None = None,
+) -> Bool[Tensor, "prompts edges"]:
+    """The edges that stay in the loss: drawn from a density, with a scored leaf somewhere below them, not pruned."""
+    keep = plan.stochastic.to(advantage.device) & ~advantage.isnan()
+    if how.depths:
+        keep &= ~_at(plan, how.depths).to(keep.device)
+    if how.width_mode:
+        keep &= _width(plan, advantage.cpu(), how.width_mode, how.width_ratio).to(keep.device)
+    if how.step_fraction < 1:
+        ids = torch.arange(len(advantage)) if prompt_ids is None else prompt_ids
+        keep &= _some_steps(plan, how, key, ids).to(keep.device)
+    return keep
+
+
+def _at(plan: Plan, depths: Sequence[int]) -> Bool[Tensor, " edges"]:
+    return torch.isin(plan.depth[plan.child], torch.tensor(depths, dtype=torch.long))
+
+
+def _width(
+    plan: Plan, advantage: Float[Tensor, "prompts edges"], mode: int, ratio: float
+) -> Bool[Tensor, "prompts edges"]:
+    """Whole chains, from the last split above a leaf down to it, go or stay by the leaf's advantage."""
+    own = advantage[:, plan.leaves - plan.roots]
+    # Chains compete with those born at the same split, or within their tree; trees that never split, within the prompt.
+    born = plan.chain >= 0
+    rivals = torch.zeros(len(plan.leaves), dtype=torch.long)
+    if len(plan.splits):
+        top = born & (torch.isin(plan.parent, plan.splits) | (plan.parent < plan.roots))
+        rivals[plan.chain[top]] = plan.parent[top] if mode == 1 else plan.tree[plan.parent[top]]
+    same = rivals[:, None] == rivals
+    size = same.sum(1)
+    kept = (ratio * size).floor().clamp_min(1)
+    # How many rivals are better (or as good, and earlier); a leaf without a score is never among them, and never kept.
+    order = torch.arange(len(rivals))
+    earlier = order[:, None] > order
+    ahead = (own[:, None, :] > own[:, :, None]) | ((own[:, None, :] == own[:, :, None]) & earlier)
+    best = (same & ahead).sum(2)
+    if mode == 1:
+        stays = best < kept
+    else:
+        worst = (same & ~own.isnan()[:, None, :]).sum(2) - 1 - best
+        low = (kept / 2).floor().clamp_min(1)
+        stays = (best < (kept - low).clamp_min(1)) | (worst < low)
+    stays &= ~own.isnan()
+    return torch.where(born, stays[:, plan.chain.clamp_min(0)], torch.ones((), dtype=torch.bool))
+
+
+def _some_steps(
+    plan: Plan, how: Pruning, key: Key, prompt_ids: Int[Tensor, " prompts"]
+) -> Bool[Tensor, "prompts edges"]:
+    """For each prompt some of the steps that are left, drawn anew each epoch: all its edges at those steps."""
+    steps, _ = unique(plan.step[plan.stochastic & ~_at(plan, how.depths)])
+    count, prompts = len(steps), len(prompt_ids)
+    tree = torch.full((prompts * count,), STEP_DRAW)
+    address = torch.stack([prompt_ids.repeat_interleave(count), tree, steps.repeat(prompts)], 1)
+    rank = normal(key, address, (1,)).view(prompts, count).argsort(1).argsort(1)
+    chosen = torch.zeros(prompts, len(plan.schedule), dtype=torch.bool)
+    chosen[:, steps] = rank < max(1, round(how.step_fraction * count))
+    return chosen[:, plan.step]

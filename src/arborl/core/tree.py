@@ -5,7 +5,7 @@ Nodes are numbered breadth first, the roots first, so the edge e leads into node
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .errors import InputError
-from .kernels import KERNELS, TAKES_KAPPA, Coefficients, sde_able, transition_std
-from .plain import bools, ints, unique
-from .schedule import Schedule, window_start
+from .kernels import TAKES_KAPPA, Coefficients, clean_coefficients, coefficients
+from .plain import ints, unique
+from .schedule import Schedule
 
 
 class Level(NamedTuple):
@@ -39,6 +39,7 @@ class Plan:
     step: Int[Tensor, " edges"]  # its row in the schedule
     eta: Float[Tensor, " edges"]  # its noise level; 0 is an ODE edge
     kappa: Float[Tensor, " edges"]  # what its noise is scaled by
+    multistep: Bool[Tensor, " edges"]  # an ODE edge of second order, which looks back at the step before it
 
     @property
     def edges(self) -> int:
@@ -115,10 +116,53 @@ class Plan:
         return self.nodes - len(self.leaves)
 
     @cached_property
+    def splits(self) -> Int[Tensor, " splits"]:
+        """Nodes with several children."""
+        return (torch.bincount(self.parent, minlength=self.nodes) > 1).nonzero().squeeze(1)
+
+    @cached_property
+    def chain(self) -> Int[Tensor, " edges"]:
+        """The leaf (its place in `leaves`) an edge leads to without a further split; -1 where one is still to come."""
+        chain = torch.full((self.nodes,), -1)
+        chain[self.leaves] = torch.arange(len(self.leaves))
+        splits = set(ints(self.splits))
+        for edge in reversed(range(self.edges)):
+            if (parent := int(self.parent[edge])) not in splits:
+                chain[parent] = chain[self.roots + edge]
+        return chain[self.child]
+
+    @cached_property
     def coefficients(self) -> Coefficients:
         """The transition of every edge; an ODE edge is its kernel at η = 0."""
-        sigma, sigma_next = self.schedule.sigma[self.step], self.schedule.sigma_next[self.step]
-        return KERNELS[self.kernel](sigma, sigma_next, self.eta, self.kappa)
+        return coefficients(self.schedule, self.kernel, self.step, self.eta, self.kappa)
+
+    @cached_property
+    def noise_weight(self) -> Float[Tensor, " edges"]:
+        """The noise an edge adds, in units of the mean over stochastic edges."""
+        std = self.coefficients.std
+        return std / std[self.stochastic].mean()
+
+    @cached_property
+    def clean(self) -> tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]:
+        """(a, b) at each node such that x̂0 = a·x + b·v."""
+        return clean_coefficients(self.schedule, self.sigma)
+
+    @cached_property
+    def momentum(self) -> Float[Tensor, " edges"]:
+        """What a second-order edge adds to Euler's step, in units of x̂0 here minus x̂0 at the parent's parent.
+
+        DPM-Solver++(2M) (arXiv 2211.01095) is Euler's step in λ = log(α/σ) with x̂0 extrapolated from the step before:
+        c = (α' - α·σ'/σ) · h / (2·h_before), h the step in λ.
+        """
+        momentum = torch.zeros(self.edges, dtype=torch.float64)
+        edges = self.multistep.nonzero().squeeze(1)
+        row, before = self.step[edges], self.step[self.parent[edges] - self.roots]
+        levels = self.schedule.sigma[before], self.schedule.sigma[row], self.schedule.sigma_next[row]
+        (_, alpha, alpha_next), (_, sigma, sigma_next) = map(self.schedule.signal, levels), levels
+        earlier, here, there = (torch.log(self.schedule.signal(level) / level) for level in levels)
+        gain = alpha_next - alpha * sigma_next / sigma
+        momentum[edges] = gain * (there - here) / (2 * (here - earlier))
+        return momentum
 
     @cached_property
     def sigma(self) -> Float[Tensor, " nodes"]:
@@ -135,6 +179,29 @@ class Plan:
         return timestep
 
 
+class Tail(NamedTuple):
+    """How the steps after the last stochastic one are taken: by Euler or DPM-Solver++(2M); in how many (0 is all)."""
+
+    solver: str = "euler"
+    steps: int = 0
+
+    def of(
+        self, schedule: Schedule, start: int, table: Schedule | None = None
+    ) -> tuple[Schedule, list[int], list[bool]]:
+        """From level `start` to the end: `table` with the rows this takes, these rows, which are of second order."""
+        table = schedule if table is None else table
+        rows = list(range(start, len(schedule)))
+        if 0 < self.steps < len(rows):
+            rows = list(range(len(table), len(table) + self.steps))
+            table = table.followed_by(schedule.strided(start, self.steps))
+        # The first has nothing to look back at, and the last must land on x̂0 itself.
+        second = [self.solver == "dpmpp_2m" and 0 < i < len(rows) - 1 for i in range(len(rows))]
+        return table, rows, second
+
+
+EULER = Tail()
+
+
 def grow(
     schedule: Schedule,
     kernel: str,
@@ -143,8 +210,12 @@ def grow(
     eta: Sequence[float],
     kappa: Sequence[float] | None = None,
     max_leaves: int = 1024,
+    tail: Tail = EULER,
 ) -> Plan:
-    """A plan that is the same on every path: step i gives each node `arity[i]` children with noise `eta[i]`."""
+    """A plan that is the same on every path: step i gives each node `arity[i]` children with noise `eta[i]`.
+
+    `tail` says how the deterministic steps after the last stochastic one go.
+    """
     scale = list(kappa) if kappa is not None else [1.0] * len(arity)
     if kernel not in TAKES_KAPPA and any(k != 1 for k in scale):
         raise InputError(
@@ -153,103 +224,34 @@ def grow(
             f"kernel {kernel} cannot scale its noise",
             f"1, or one of the kernels {', '.join(sorted(TAKES_KAPPA))}",
         )
-    leaves = trees * math.prod(arity)
-    if leaves > max_leaves:
-        raise InputError("tree.max_leaves", max_leaves, f"the plan has {leaves} leaves a prompt", f"{leaves} or more")
+    check_leaves(trees * math.prod(arity), max_leaves)
+    # What comes after the last step that branches or is stochastic.
+    first = max((i for i in range(len(arity)) if arity[i] > 1 or eta[i] > 0), default=-1) + 1
+    table, rows, second = tail.of(schedule, first)
+    steps = [*range(first), *rows]
+    width, node = trees, 0
     parents: list[Tensor] = []
-    first, width = 0, trees
-    for children in arity:
-        parents.append(torch.arange(first, first + width).repeat_interleave(children))
-        first, width = first + width, width * children
+    for level in range(len(steps)):
+        children = arity[level] if level < first else 1
+        parents.append(torch.arange(node, node + width).repeat_interleave(children))
+        node, width = node + width, width * children
     sizes = torch.tensor([len(p) for p in parents])
 
-    def per_edge(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes)
+    def per_edge(values: Sequence[float], rest: float) -> Tensor:
+        every = [*values[:first], *[rest] * len(rows)]
+        return torch.tensor(every, dtype=torch.float64).repeat_interleave(sizes)
 
-    step = torch.arange(len(arity)).repeat_interleave(sizes)
-    return Plan(schedule, kernel, trees, torch.cat(parents), step, per_edge(eta), per_edge(scale))
-
-
-def leading_steps(schedule: Schedule, kernel: str, eta: float) -> int:
-    """L: how many steps from the start may be stochastic without a gap."""
-    able = bools(sde_able(schedule, kernel, eta))
-    return able.index(False) if False in able else len(able)
+    multistep = torch.tensor([False] * first + second).repeat_interleave(sizes)
+    step = torch.tensor(steps).repeat_interleave(sizes)
+    return Plan(table, kernel, trees, torch.cat(parents), step, per_edge(eta, 0.0), per_edge(scale, 1.0), multistep)
 
 
-def window_positions(schedule: Schedule, kernel: str, eta: float, w: int) -> int:
-    """How many places a window of w steps has; an error when it has none."""
-    length = leading_steps(schedule, kernel, eta)
-    if length == 0:
-        raise _no_stochastic_step(schedule, kernel, eta)
-    if not 1 <= w <= length:
-        problem = (
-            f"the window must lie in the first {length} of {len(schedule)} steps, whose noise stays below the level "
-            "they reach (a smaller kernel.eta or a larger sample.num_steps may give more)"
-        )
-        raise InputError("tree.w", w, problem, f"1..{length}")
-    return length - w + 1
+def check_leaves(leaves: int, most: int) -> None:
+    if leaves > most:
+        raise InputError("tree.max_leaves", most, f"the plan has {leaves} leaves a prompt", f"{leaves} or more")
 
 
-def _no_stochastic_step(schedule: Schedule, kernel: str, eta: float) -> InputError:
-    if len(schedule) < 2:
-        return InputError("sample.num_steps", len(schedule), "the step into σ = 0 is never stochastic", "2 or more")
-    # The noise of the reverse SDEs is proportional to η, so the largest that fits the first step can be told.
-    most = eta * float(schedule.sigma_next[0] / transition_std(schedule, kernel, eta)[0])
-    problem = f"{kernel} adds more noise at the first step than the level it reaches"
-    return InputError("kernel.eta", eta, problem, f"above 0, at most {most:.3g}")
-
-
-def tree(
-    schedule: Schedule,
-    kernel: str,
-    epoch: int,
-    *,
-    eta: float,
-    k: int,
-    w: int,
-    s: int,
-    tou: int,
-    num_trees: int,
-    max_leaves: int,
-    **_: object,
-) -> Plan:
-    """TreeGRPO (arXiv 2512.08153): k stochastic children at each of the w steps of a moving window, ODE elsewhere."""
-    start = window_start(epoch, s, tou, window_positions(schedule, kernel, eta, w))
-    inside = [start <= step < start + w for step in range(len(schedule))]
-    arity = [k if i else 1 for i in inside]
-    return grow(schedule, kernel, num_trees, arity, [eta if i else 0.0 for i in inside], max_leaves=max_leaves)
-
-
-def flat(
-    schedule: Schedule,
-    kernel: str,
-    epoch: int,
-    *,
-    eta: float,
-    group_size: int,
-    shared_noise: bool,
-    excess_noise: bool,
-    max_leaves: int,
-    **_: object,
-) -> Plan:
-    """Flow-GRPO, DanceGRPO, DDPO: `group_size` separate trajectories, stochastic wherever a step may be.
-
-    With `shared_noise` the group starts from one noise, so the first forward serves all of it.
-    """
-    able = bools(sde_able(schedule, kernel, eta, excess_noise))
-    if not any(able):
-        raise _no_stochastic_step(schedule, kernel, eta)
-    arity = [1] * len(schedule)
-    trees = 1 if shared_noise else group_size
-    if shared_noise:
-        arity[able.index(True)] = group_size
-    return grow(schedule, kernel, trees, arity, [eta if a else 0.0 for a in able], max_leaves=max_leaves)
-
-
-def deterministic(schedule: Schedule, kernel: str = "ode") -> Plan:
+def deterministic(schedule: Schedule) -> Plan:
     """One ODE trajectory: how pictures are made for evaluation."""
+    kernel = "ode" if schedule.is_flow else "ddim"
     return grow(schedule, kernel, 1, [1] * len(schedule), [0.0] * len(schedule))
-
-
-PLANS: dict[str, Callable[..., Plan]] = {"tree": tree, "flat": flat}
-"""A plan is a function (schedule, kernel, epoch, the knobs it wants by name) and a line here."""

@@ -38,8 +38,8 @@ class Model(ABC):
     `__init__(config, device)` calls this one and sets `module` and `latent_shape`. LoRA wants `lora_targets` too.
     """
 
-    kernel: ClassVar[str] = "flow_sde"
-    """The stochastic kernel that `kernel.name=auto` means for this family."""
+    diffusion: ClassVar[bool] = False
+    """Whether it predicts noise (or v) on a variance-preserving schedule, and not a flow's velocity."""
     default_path: ClassVar[str] = ""
     """Where the weights lie if `model.path` does not say."""
     default_prompts: ClassVar[Sequence[str]] = ()
@@ -61,7 +61,9 @@ class Model(ABC):
 
     @abstractmethod
     def predict(self, x: Float[Tensor, "n *latent"], t: Float[Tensor, " n"], cond: Cond) -> Float[Tensor, "n *latent"]:
-        """The velocity at latents x, float32 in and out; t is each sample's own timestep (for flow models σ·1000)."""
+        """The velocity at latents x (a diffusion model's noise or v, as its schedule says), float32 in and out; t is
+        each sample's own timestep (for flow models σ·1000).
+        """
 
     @abstractmethod
     def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n 3 height width"]:
