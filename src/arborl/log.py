@@ -74,10 +74,7 @@ class Run:
         return metrics
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl; a last one that a kill cut short is left out."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else [""]
-        return [json.loads(line) for line in lines[:-1]]
+        return read_rows(self.folder)
 
     def close(self) -> None:
         self.accelerator.end_training()
@@ -99,6 +96,13 @@ class Run:
             aside = path.with_suffix(".tmp")
             aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             aside.replace(path)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run's metrics.jsonl; a last one that a kill cut short is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else [""]
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float | None]:

@@ -1,5 +1,7 @@
 """From configuration to plans, and what a run will cost before it starts."""
 
+import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -55,7 +57,7 @@ def window_of(config: Config, plan: Plan, epoch: int) -> int:
 def pruning(config: Config, plan: Plan, epoch: int) -> Pruning:
     """What of the plan is not trained at an epoch."""
     settings = config.prune
-    if epoch >= settings.until * config.train.epochs:
+    if settings.until < 1 and epoch >= settings.until * config.train.epochs:
         return Pruning(step_fraction=settings.step_fraction)
     last_split = int(plan.depth[plan.splits].max()) if len(plan.splits) else 0
     stop = last_split if settings.stop_depth is None else settings.stop_depth
@@ -107,39 +109,44 @@ def plans_of_a_run(config: Config) -> list[tuple[int, Plan]]:
     return [(window_of(config, plan, epoch), plan) for epoch, plan in places(config)]
 
 
-def stages(config: Config) -> Iterator[tuple[int, Plan]]:
-    """(first epoch, plan) of every different combination of a window's place and what is pruned."""
+def _stages(config: Config) -> Iterator[tuple[tuple[int, Pruning], Plan]]:
+    """Epoch by epoch without end: what tells it from others (the window's place, what is pruned), and its plan."""
     around = places(config)
-    seen: set[tuple[int, Pruning]] = set()
-    for epoch in range(config.train.epochs):
+    for epoch in itertools.count():
         place = epoch // config.tree.tou % len(around)
-        stage = place, pruning(config, around[place][1], epoch)
-        if stage not in seen:
-            seen.add(stage)
-            yield epoch, around[place][1]
+        yield (place, pruning(config, around[place][1], epoch)), around[place][1]
+
+
+def costs(config: Config) -> Iterator[int]:
+    """What each epoch costs in forwards, without end; a KL's forwards of the reference included."""
+    known: dict[tuple[int, Pruning], int] = {}
+    for epoch, (stage, plan) in enumerate(_stages(config)):
+        if stage not in known:
+            found = work(config, plan, epoch)
+            known[stage] = found.cost + (found.forward_backwards if config.train.kl > 0 else 0)
+        yield known[stage]
 
 
 def epochs_within(config: Config, compute: float) -> int:
     """How many epochs of this run cost at most `compute` forwards; at least 1."""
-    around, known = places(config), dict[tuple[int, Pruning], int]()
-    spent, epoch = 0.0, 0
-    while True:
-        place = epoch // config.tree.tou % len(around)
-        plan = around[place][1]
-        stage = place, pruning(config, plan, epoch)
-        if stage not in known:
-            found = work(config, plan, epoch)
-            known[stage] = found.cost + (found.forward_backwards if config.train.kl > 0 else 0)
-        spent += known[stage]
-        if spent > compute:
-            return max(1, epoch)
-        epoch += 1
+    config, epochs = copy.deepcopy(config), 1
+    for _ in range(10):  # where pruning ends after a share of the run, its length decides its cost
+        total = itertools.accumulate(costs(config))
+        epochs = max(1, sum(1 for _ in itertools.takewhile(lambda spent: spent <= compute, total)))
+        if config.prune.until == 1 or epochs == config.train.epochs:
+            break
+        config.train.epochs = epochs
+    return epochs
 
 
 def check_plan(config: Config) -> None:
     """Everything about the plan that can be wrong is wrong before anything is loaded or written."""
-    for epoch, plan in stages(config):
-        how, advantage = pruning(config, plan, epoch), config.advantage
+    seen: set[tuple[int, Pruning]] = set()
+    for epoch, (stage, plan) in enumerate(itertools.islice(_stages(config), config.train.epochs)):
+        if stage in seen:
+            continue
+        seen.add(stage)
+        how, advantage = stage[1], config.advantage
         if len(plan.leaves) < 2:
             keys = "tree.k and sample.num_trees" if config.tree.plan in ("tree", "branch") else "sample.group_size"
             raise InputError(keys, None, "a prompt has a single leaf, so no advantage can be told", "2 leaves or more")

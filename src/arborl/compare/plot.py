@@ -1,0 +1,68 @@
+"""A comparison for the eye: score against compute and against seconds, and who holds the front."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .results import Comparison, Point, Row, mean_curve, pareto
+
+COLOURS = (
+    "#1b6ca8", "#d1495b", "#2e933c", "#8e5ea2", "#e39a2d", "#3a9da6", "#7a5230", "#e377c2", "#6b7280", "#a3b118",
+)  # fmt: skip
+
+
+def plot(comparison: Comparison, path: Path) -> Path:
+    """Three panels in one PNG; a band is the standard error over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    rows = sorted(comparison.rows, key=lambda row: -row.score_at_equal_compute)
+    colour = {row.cell: COLOURS[i % len(COLOURS)] for i, row in enumerate(rows)}
+    figure = Figure(figsize=(15, 4.8 + 0.22 * max(0, len(rows) - 6)), dpi=110, layout="constrained")
+    compute, seconds, front = figure.subplots(1, 3)
+    for row in rows:
+        lines = list(row.curves.values())
+        for axes, across in ((compute, "compute"), (seconds, "seconds")):
+            _band(axes, lines, across, colour[row.cell], row.cell)
+    _front(front, rows, colour)
+    for axes, label in (
+        (compute, "compute (forward 1, forward+backward 3)"),
+        (seconds, "training seconds"),
+        (front, "compute"),
+    ):
+        axes.set_xlabel(label)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["right", "top"]].set_visible(False)
+    compute.set_ylabel(f"held-out {comparison.reward}")
+    compute.set_title("score against compute", fontsize=10)
+    seconds.set_title("score against seconds", fontsize=10)
+    front.set_title("Pareto front: no cell reaches more with less", fontsize=10)
+    figure.legend(*compute.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    aside = path.with_suffix(".png.tmp")
+    figure.savefig(aside, format="png", facecolor="white")
+    return aside.replace(path)
+
+
+def _band(axes: Any, lines: Sequence[Sequence[Point]], across: str, colour: str, label: str) -> None:
+    """The mean over seeds, evaluation by evaluation, and its standard error."""
+    shared = min(len(line) for line in lines)
+    x = [statistics.mean(getattr(line[i], across) for line in lines) for i in range(shared)]
+    y = [statistics.mean(line[i].score for line in lines) for i in range(shared)]
+    axes.plot(x, y, color=colour, label=label, lw=1.8, marker=".", ms=4)
+    if len(lines) > 1:
+        error = [statistics.stdev(line[i].score for line in lines) / len(lines) ** 0.5 for i in range(shared)]
+        low, high = ([v + sign * e for v, e in zip(y, error, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
+
+
+def _front(axes: Any, rows: Sequence[Row], colour: dict[str, str]) -> None:
+    for row in rows:
+        points = mean_curve(list(row.curves.values()))
+        axes.scatter(*zip(*points, strict=True), s=10, color=colour[row.cell], alpha=0.35, lw=0)
+    best = pareto(rows)
+    axes.step([x for x, _, _ in best], [y for _, y, _ in best], where="post", color="#444444", lw=1)
+    axes.scatter([x for x, _, _ in best], [y for _, y, _ in best], s=34, color=[colour[cell] for _, _, cell in best])

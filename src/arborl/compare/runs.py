@@ -1,0 +1,236 @@
+"""What a comparison runs: a process for each cell and seed, side by side where there is room, none twice."""
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from omegaconf import OmegaConf
+
+from ..checkpoint import checkpoints
+from ..config import load_config, read_config
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..log import changes
+from ..plan import check_plan, costs, epochs_within
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A preset with overrides, written as on a command line: `tree tree.w=3`."""
+
+    text: str
+
+    @property
+    def preset(self) -> str:
+        return shlex.split(self.text)[0]
+
+    @property
+    def overrides(self) -> list[str]:
+        return shlex.split(self.text)[1:]
+
+    @property
+    def folder(self) -> str:
+        """The text as a folder's name; where that loses something, with a few digits that tell it from others."""
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "_", self.text)[:80]
+        kept = plain.replace("_", " ") == self.text or plain == self.text
+        return plain if kept else f"{plain}-{hashlib.sha256(self.text.encode()).hexdigest()[:6]}"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What all cells share. Compute counts a forward as 1 and a forward+backward as 3."""
+
+    seeds: tuple[int, ...]
+    compute: float = 0.0  # of each run; 0 where seconds are given
+    seconds: float = 0.0
+    common: tuple[str, ...] = ()  # overrides of every cell, which may put its own in their place
+    points: int = 10  # evaluations a run, besides the first
+
+
+@dataclass(frozen=True)
+class Run:
+    cell: Cell
+    seed: int
+    folder: Path
+    config: Config
+    command: list[str]
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "summary.json").is_file()
+
+    @property
+    def epochs_done(self) -> int:
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+def cost_of(config: Config) -> int:
+    """The compute of a run as it is configured, its evaluations apart."""
+    return sum(islice(costs(config), config.train.epochs))
+
+
+def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Run]:
+    """Every run of a comparison, seed by seed; what is wrong with any of them is an `InputError` before the first."""
+    if len({cell.text for cell in cells}) < len(cells):
+        raise InputError("cells", [cell.text for cell in cells], "a cell is named twice", "each once")
+    return [_plan_run(cell, seed, protocol, out) for seed in protocol.seeds for cell in cells]
+
+
+def config_of(cell: Cell, protocol: Protocol, seed: int, out: Path, *extra: str) -> tuple[Config, list[str]]:
+    """A run's configuration, and the overrides of its preset that make it."""
+    folder = out / cell.folder
+    quiet = ["log.trackers=[]", "log.record_every=0", "log.keep=1"]
+    place = [f"seed={seed}", f"run_name=seed-{seed}", f"log.dir={_quoted(str(folder))}"]
+    settings = [*quiet, *protocol.common, *cell.overrides, *place, *extra]
+    return load_config(cell.preset, settings), settings
+
+
+def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path) -> Run:
+    config, settings = config_of(cell, protocol, seed, out)
+    if protocol.compute:
+        epochs = epochs_within(config, protocol.compute)
+        length, every = [f"train.epochs={epochs}"], max(1, epochs // protocol.points)
+    else:
+        length, every = [f"train.max_seconds={protocol.seconds}", "train.epochs=1000000"], 10
+    if not any(text.startswith("eval.every=") for text in settings):
+        length.append(f"eval.every={every}")
+    config, settings = config_of(cell, protocol, seed, out, *length, f"log.save_every={every}")
+    if protocol.compute:
+        check_plan(config)
+    folder = out / cell.folder / config.run_name
+    _check_same(folder, config, out)
+    return Run(cell, seed, folder, config, ["train", "--config-name", cell.preset, *settings])
+
+
+def _quoted(text: str) -> str:
+    """A value that may hold anything, as Hydra's grammar wants it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _check_same(folder: Path, config: Config, out: Path) -> None:
+    """A run that is there already must be the one that is wanted."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return
+    wanted = OmegaConf.to_object(OmegaConf.structured(config))
+    found = changes(read_config(path), wanted)  # pyright: ignore[reportArgumentType]
+    if found:
+        problem = f"{folder} was run with other settings ({'; '.join(found)})"
+        raise InputError("--out", out, problem, "another folder, or the settings of that run")
+
+
+def command_of(run: Run) -> list[str]:
+    """How to start a run, or to go on with one that was cut off."""
+    if run.folder.is_dir() and not checkpoints(run.folder / "checkpoints"):
+        shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
+    start = ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
+    return [sys.executable, "-m", "arborl", *start]
+
+
+class Room:
+    """Whether another run fits beside those that are running."""
+
+    def __init__(self, workers: int | None) -> None:
+        self.workers = workers
+        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+
+    @property
+    def most(self) -> int:
+        return self.workers or self.cores
+
+    def for_another(self, running: Sequence[Run]) -> bool:
+        if not running or self.workers or not self.on_gpu:
+            return len(running) < self.most
+        # What a run needs is known once it has done an epoch; the next may start when a little more than that is free.
+        if len(running) >= self.most or not all(run.epochs_done for run in running):
+            return False
+        free, total = torch.cuda.mem_get_info()
+        return free > 1.2 * (total - free) / len(running)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def execute(
+    runs: Sequence[Run],
+    workers: int | None = None,
+    on_change: Callable[[list[Run], list[Run], dict[str, str]], None] = lambda running, done, failed: None,
+) -> dict[str, str]:
+    """Run what is not finished; returns the last words of those that failed, by folder.
+
+    An interrupt is passed on once to all running ones, which then leave a checkpoint to go on from.
+    """
+    room, failed = Room(workers), dict[str, str]()
+    waiting = [run for run in runs if not run.finished]
+    done = [run for run in runs if run.finished]
+    running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
+    side_by_side = min(room.most, len(waiting)) or 1
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, room.cores // side_by_side))}
+    with _terminated_like_interrupted():
+        try:
+            while waiting or running:
+                while waiting and room.for_another([run for run, _ in running.values()]):
+                    run = waiting.pop(0)
+                    process = _start(run, environment)
+                    running[process.pid] = run, process
+                on_change([run for run, _ in running.values()], done, failed)
+                time.sleep(0.2)
+                for pid, (run, process) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[pid]
+                        if process.returncode == 0 and run.finished:
+                            done.append(run)
+                        else:
+                            failed[str(run.folder)] = _last_words(log_of(run)) or f"exit code {process.returncode}"
+        finally:
+            # Each runs in a session of its own, so that a terminal's Ctrl-C reaches it once, by this.
+            for _, process in running.values():
+                process.send_signal(signal.SIGINT)
+            for _, process in running.values():
+                process.wait()
+    on_change([], done, failed)
+    return failed
+
+
+def log_of(run: Run) -> Path:
+    return run.folder.parent / f"{run.folder.name}.log"
+
+
+def _start(run: Run, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = command_of(run)
+    log_of(run).parent.mkdir(parents=True, exist_ok=True)
+    with log_of(run).open("ab") as log:
+        log.write(f"$ {shlex.join(command)}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def _last_words(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
