@@ -77,6 +77,8 @@ class Job:
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
         knobs, density = asdict(self.config.advantage), record.log_density.cpu()
+        everyone = gather(scores.total.double(), self.accelerator).flatten()
+        knobs["spread"] = {"group": None, "batch": float(_std(everyone).nan_to_num()), "none": 1.0}[knobs.pop("std")]
         return advantages(knobs.pop("name"), plan, scores.total, density, self.config.train.adv_clip, **knobs)
 
     def records(self, epoch: int) -> bool:

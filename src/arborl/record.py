@@ -83,7 +83,7 @@ class RecordedTree:
         }
         stem.parent.mkdir(parents=True, exist_ok=True)
         aside = stem.with_suffix(".safetensors.tmp")
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, aside)
+        save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, aside)
         aside.replace(stem.with_suffix(".safetensors"))
         aside = stem.with_suffix(".json.tmp")
         aside.write_text(json.dumps(head, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -1,18 +1,18 @@
 """What a comparison runs: a process for each cell and seed, side by side where there is room, none twice."""
 
 import hashlib
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..log import changes
 from ..plan import check_plan, costs, epochs_within
+from . import worker
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,10 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
 
 
 def command_of(run: Run) -> list[str]:
-    """How to start a run, or to go on with one that was cut off."""
+    """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
     if run.folder.is_dir() and not checkpoints(run.folder / "checkpoints"):
         shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
-    start = ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
-    return [sys.executable, "-m", "arborl", *start]
+    return ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
 
 
 class Room:
@@ -187,31 +187,31 @@ def execute(
     room, failed = Room(workers), dict[str, str]()
     waiting = [run for run in runs if not run.finished]
     done = [run for run in runs if run.finished]
-    running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}
-    side_by_side = min(room.most, len(waiting)) or 1
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, room.cores // side_by_side))}
+    running: dict[int, tuple[Run, BaseProcess]] = {}
+    threads = max(1, room.cores // max(1, min(room.most, len(waiting))))
     with _terminated_like_interrupted():
         try:
             while waiting or running:
                 while waiting and room.for_another([run for run, _ in running.values()]):
                     run = waiting.pop(0)
-                    process = _start(run, environment)
-                    running[process.pid] = run, process
+                    process = _start(run, threads)
+                    running[process.pid or 0] = run, process
                 on_change([run for run, _ in running.values()], done, failed)
                 time.sleep(0.2)
                 for pid, (run, process) in list(running.items()):
-                    if process.poll() is not None:
+                    if process.exitcode is not None:
                         del running[pid]
-                        if process.returncode == 0 and run.finished:
+                        if process.exitcode == 0 and run.finished:
                             done.append(run)
                         else:
-                            failed[str(run.folder)] = _last_words(log_of(run)) or f"exit code {process.returncode}"
+                            failed[str(run.folder)] = _last_words(log_of(run)) or f"exit code {process.exitcode}"
         finally:
             # Each runs in a session of its own, so that a terminal's Ctrl-C reaches it once, by this.
+            for pid, (_, process) in running.items():
+                if process.is_alive():
+                    os.kill(pid, signal.SIGINT)
             for _, process in running.values():
-                process.send_signal(signal.SIGINT)
-            for _, process in running.values():
-                process.wait()
+                process.join()
     on_change([], done, failed)
     return failed
 
@@ -220,15 +220,20 @@ def log_of(run: Run) -> Path:
     return run.folder.parent / f"{run.folder.name}.log"
 
 
-def _start(run: Run, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(run: Run, threads: int) -> BaseProcess:
+    """A process for the run, from one that has imported everything already where the system can fork."""
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver") if forks else multiprocessing.get_context("spawn")
+    context.set_forkserver_preload(["arborl.compare.preload"])
+    # Whether there is a GPU must be asked without waking its driver, which does not survive a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     command = command_of(run)
     log_of(run).parent.mkdir(parents=True, exist_ok=True)
-    with log_of(run).open("ab") as log:
-        log.write(f"$ {shlex.join(command)}\n".encode())
-        log.flush()
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+    with log_of(run).open("a", encoding="utf-8") as log:
+        log.write(f"$ arborl {shlex.join(command)}\n")
+    process = context.Process(target=worker.run, args=(command, log_of(run), threads))
+    process.start()
+    return process
 
 
 def _last_words(path: Path) -> str:

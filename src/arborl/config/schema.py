@@ -142,6 +142,12 @@ class AdvantageConfig:
         "depth: which nodes are compared: those of a depth in one tree, in all the prompt's trees, or siblings.",
         choices=("tree", "prompt", "siblings"),
     )
+    std: str = knob(
+        "group",
+        "What score differences are divided by: the standard deviation of the group they are taken in, so that every "
+        "group weighs alike; that of all the epoch's leaves; or nothing.",
+        choices=("group", "batch", "none"),
+    )
     combine: str = knob(
         "zscore",
         "Several rewards: weighted z-scores over the prompt's leaves, or weighted raw sum.",

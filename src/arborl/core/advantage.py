@@ -13,13 +13,16 @@ STD_FLOOR = 1e-6
 """A group whose scores spread less than this has nothing to say: its advantages are 0, not noise blown up."""
 
 
-def zscore(scores: Float[Tensor, "*batch n"], ddof: int = 0) -> Float[Tensor, "*batch n"]:
-    """(r - mean) / std over the last axis in float64, ignoring NaN; 0 for a whole group whose std is below 1e-6."""
-    return zscore_within(scores, torch.zeros(scores.shape[-1], dtype=torch.long), ddof)
+def zscore(scores: Float[Tensor, "*batch n"], ddof: int = 0, spread: float | None = None) -> Float[Tensor, "*batch n"]:
+    """(r - mean) / std over the last axis in float64, ignoring NaN; 0 for a whole group whose std is below 1e-6.
+
+    `spread`, where it is given, is divided by in the std's place.
+    """
+    return zscore_within(scores, torch.zeros(scores.shape[-1], dtype=torch.long), ddof, spread)
 
 
 def zscore_within(
-    scores: Float[Tensor, "*batch n"], group: Int[Tensor, " n"], ddof: int = 0
+    scores: Float[Tensor, "*batch n"], group: Int[Tensor, " n"], ddof: int = 0, spread: float | None = None
 ) -> Float[Tensor, "*batch n"]:
     """The same, each group of the last axis by itself."""
     scores = scores.double()
@@ -34,7 +37,8 @@ def zscore_within(
     mean = per_group(torch.where(valid, scores, 0)) / count.clamp_min(1)
     centred = torch.where(valid, scores - mean[..., group], 0)
     std = (per_group(centred**2) / (count - ddof).clamp_min(1)).sqrt()[..., group]
-    z = torch.where(std < STD_FLOOR, torch.zeros_like(centred), centred / std.clamp_min(STD_FLOOR))
+    unit = std.clamp_min(STD_FLOOR) if spread is None else max(spread, STD_FLOOR)
+    z = torch.where(std < STD_FLOOR, torch.zeros_like(centred), centred / unit)
     return torch.where(valid, z, torch.nan)
 
 
@@ -86,20 +90,24 @@ def tree(
     *,
     temperature: float,
     backup: str,
+    spread: float | None = None,
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
     """TreeGRPO: z-score over all leaves of the prompt, carried up by softmax(log π_old / temperature) or evenly."""
-    return back_up(plan, zscore(scores), log_density / temperature if backup == "softmax" else None)
+    z = zscore(scores, spread=spread)
+    return back_up(plan, z, log_density / temperature if backup == "softmax" else None)
 
 
 def flat(
     plan: Plan,
     scores: Float[Tensor, "prompts leaves"],
     log_density: Float[Tensor, "prompts edges"],
+    *,
+    spread: float | None = None,
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
     """GRPO: the leaf's z-score on every edge of its path (where paths are shared, the mean of theirs)."""
-    return back_up(plan, zscore(scores))
+    return back_up(plan, zscore(scores, spread=spread))
 
 
 def depth(
@@ -109,6 +117,7 @@ def depth(
     *,
     fusion: str,
     group: str,
+    spread: float | None = None,
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
     """BranchGRPO: fuse leaf scores into a reward for every node, then z-score nodes against one another.
@@ -125,7 +134,7 @@ def depth(
         "prompt": (level,),
         "siblings": (plan.parent, plan.stochastic.long()),
     }[group]
-    return zscore_within(fused, unique(torch.stack(parts, 1))[1], ddof=1)
+    return zscore_within(fused, unique(torch.stack(parts, 1))[1], ddof=1, spread=spread)
 
 
 def mean_below(plan: Plan, scores: Float[Tensor, "prompts leaves"]) -> Float[Tensor, "prompts edges"]:
