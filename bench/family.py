@@ -3,9 +3,9 @@
     python -m bench.family search      # learning rate × η, one seed, on training captions
     python -m bench.family final       # five seeds of the main presets, one of the others, on held-out captions
 
-All cells share the base weights, captions, 32 prompts an epoch, 8 leaves a prompt, 10 steps, 2 optimizer steps an epoch,
-float32, and score differences that are not divided by a standard deviation (docs/results.md says why); windows stay on
-the first steps, as the scenes' own settings have it. Both stages go on where they were cut off.
+All cells share the base weights, captions, 32 prompts an epoch, 8 leaves a prompt, 10 steps, 2 optimizer steps an
+epoch, float32, and score differences that are not divided by a standard deviation (docs/results.md says why); windows
+stay on the first steps, as the scenes' own settings have it. Both stages go on where they were cut off.
 """
 
 import json
@@ -32,45 +32,52 @@ COMMON = (
 )
 SEARCH_SEED = 100
 """Not one of those that count."""
-RATES = ("1e-4", "2e-4", "4e-4")
+RATES = ("5e-5", "1e-4", "2e-4", "4e-4")
 FLOW, DANCE, SPLIT = ("0.7", "0.85"), ("0.9", "1.2"), ("0.3", "0.6")
-"""Noise levels: of flow_sde, of dance_sde, and of dance_sde where splits scale it by 4. The upper ones are near the most that
-the first steps can bear."""
+"""Noise levels: of flow_sde, of dance_sde, and of dance_sde where splits scale it by 4. The upper ones are near the
+most that the first steps can bear."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A preset, what makes it fit ten steps and eight leaves, and the noise levels it is searched over."""
+    """A preset, what makes it fit ten steps and eight leaves, and the noise levels it is searched over.
 
-    preset: str
-    shape: str
-    etas: tuple[str, ...]
-    main: bool = False
+    Variants are not searched but take what was best for the preset they are `like`.
+    """
+
+    name: str
+    text: str
+    etas: tuple[str, ...] = ()
+    like: str = ""
 
     @property
-    def text(self) -> str:
-        return f"{self.preset} {self.shape}".strip()
+    def main(self) -> bool:
+        return self.like == self.name
 
     @property
     def grid(self) -> list[Cell]:
         return [Cell(f"{self.text} train.learning_rate={rate} kernel.eta={eta}") for rate in RATES for eta in self.etas]
 
 
+def main_entry(name: str, shape: str, etas: tuple[str, ...]) -> Entry:
+    return Entry(name, f"{name} {shape}".strip(), etas, name)
+
+
 # BranchGRPO splits at 0, 3, 6 and 9 of 20 steps: three splits over the same part of ten are 0, 2 and 4.
 BRANCH = "tree.split_points=[0,2,4]"
 FAMILY = (
-    Entry("tree", "tree.w=3", FLOW, main=True),
-    Entry("tree", "tree.w=3 sample.tail_solver=dpmpp_2m sample.tail_steps=3", FLOW, main=True),
-    Entry("branch", BRANCH, SPLIT, main=True),
-    Entry("branch_mix", f"{BRANCH} tree.mix_sde_window=2", SPLIT, main=True),
-    Entry("mix", "tree.w=3", FLOW, main=True),
-    Entry("flow_grpo", "", FLOW, main=True),
-    Entry("dance", "", DANCE, main=True),
-    Entry("ddpo", "", FLOW, main=True),
-    Entry("branch_width", BRANCH, SPLIT),
-    Entry("branch_depth", f"{BRANCH} prune.depth=[7,8] prune.stop_depth=5", SPLIT),
-    Entry("mix_flash", "tree.w=3 sample.tail_steps=3", FLOW),
-    Entry("tempflow", "tree.split_points=[0,2] tree.k=4", FLOW),
+    main_entry("tree", "tree.w=3", FLOW),
+    main_entry("branch", BRANCH, SPLIT),
+    main_entry("branch_mix", f"{BRANCH} tree.mix_sde_window=2", SPLIT),
+    main_entry("mix", "tree.w=3", FLOW),
+    main_entry("flow_grpo", "", FLOW),
+    main_entry("dance", "", DANCE),
+    main_entry("ddpo", "", FLOW),
+    Entry("tree_flash", "tree_flash tree.w=3", like="tree"),
+    Entry("branch_width", f"branch_width {BRANCH}", like="branch"),
+    Entry("branch_depth", f"branch_depth {BRANCH} prune.depth=[7,8] prune.stop_depth=5", like="branch"),
+    Entry("mix_flash", "mix_flash tree.w=3 sample.tail_steps=3", like="mix"),
+    Entry("tempflow", "tempflow tree.split_points=[0,2] tree.k=4", like="tree"),
 )
 
 
@@ -82,24 +89,29 @@ def captions(out: Path) -> Path:
     return path
 
 
-def run(cells: list[Cell], protocol: Protocol, out: Path, workers: int | None) -> dict[str, float]:
-    """Run the cells, write their table, and return their scores."""
-    runs, told = plan_runs(cells, protocol, out), set[Path]()
+def run(groups: list[tuple[list[Cell], Protocol, Path]], workers: int | None) -> dict[str, float]:
+    """Run all cells of all groups side by side, write a table for each group, and return the scores."""
+    planned = [plan_runs(cells, protocol, out) for cells, protocol, out in groups]
+    total, told = sum(map(len, planned)), set[Path]()
 
     def progress(running: Any, done: list[Run], failed: Any) -> None:
         for finished in done:
             if finished.folder not in told:
                 told.add(finished.folder)
-                click.echo(f"{len(told)} of {len(runs)}: {finished.cell.text}, seed {finished.seed}", err=True)
+                click.echo(f"{len(told)} of {total}: {finished.cell.text}, seed {finished.seed}", err=True)
 
+    scores: dict[str, float] = {}
     try:
-        for folder, words in execute(runs, workers, progress).items():
+        for folder, words in execute([one for runs in planned for one in runs], workers, progress).items():
             click.echo(f"error: {folder}: {words}", err=True)
     finally:  # also where it was cut off: what there is, is worth a table
-        comparison = read(runs, protocol)
-        write(comparison, out)
-        click.echo(comparison.as_markdown())
-    return {row.cell: row.score for row in comparison.rows}
+        for runs, (_, protocol, out) in zip(planned, groups, strict=True):
+            if any(one.finished for one in runs):
+                comparison = read(runs, protocol)
+                write(comparison, out)
+                click.echo(comparison.as_markdown())
+                scores |= {row.cell: row.score for row in comparison.rows}
+    return scores
 
 
 @click.group()
@@ -123,12 +135,17 @@ def with_options(command: Any) -> Any:
 def search(out: Path, compute: float, workers: int | None, extra: tuple[str, ...]) -> None:
     """Every preset at every learning rate and noise level, and what was best."""
     common = (*COMMON, f"eval.prompts={captions(out)}", "eval.num_prompts=512", *extra)
-    cells = [cell for entry in FAMILY for cell in entry.grid]
-    scores = run(cells, Protocol((SEARCH_SEED,), compute, common=common, points=1), out / "search", workers)
-    chosen = {entry.text: max((c.text for c in entry.grid), key=lambda text: scores.get(text, 0.0)) for entry in FAMILY}
-    (out / "chosen.json").write_text(json.dumps(chosen, indent=1))
-    for text in chosen.values():
-        click.echo(f"| `{text}` | {scores[text]:.3f} |")
+    searched = [entry for entry in FAMILY if entry.main]
+    cells = [cell for entry in searched for cell in entry.grid]
+    scores = run([(cells, Protocol((SEARCH_SEED,), compute, common=common, points=1), out / "search")], workers)
+    best = {entry.name: max((c for c in entry.grid), key=lambda cell: scores.get(cell.text, 0.0)) for entry in searched}
+    (out / "chosen.json").write_text(json.dumps({name: _tuned(cell) for name, cell in best.items()}, indent=1))
+    for cell in best.values():
+        click.echo(f"| `{cell.text}` | {scores[cell.text]:.3f} |")
+
+
+def _tuned(cell: Cell) -> str:
+    return " ".join(cell.overrides[-2:])
 
 
 @main.command()
@@ -138,9 +155,12 @@ def final(out: Path, compute: float, workers: int | None, extra: tuple[str, ...]
     """The chosen settings; each held-out caption twice, with different noise."""
     chosen = json.loads((out / "chosen.json").read_text())
     common = (*COMMON, "eval.num_prompts=1022", *extra)
-    for stage, main_ones, numbers in (("main", True, tuple(range(seeds))), ("others", False, (0,))):
-        cells = [Cell(chosen[entry.text]) for entry in FAMILY if entry.main == main_ones]
-        run(cells, Protocol(numbers, compute, common=common), out / stage, workers)
+
+    def cells(main_ones: bool) -> list[Cell]:
+        return [Cell(f"{entry.text} {chosen[entry.like]}") for entry in FAMILY if entry.main == main_ones]
+
+    several, one = (Protocol(numbers, compute, common=common) for numbers in (tuple(range(seeds)), (0,)))
+    run([(cells(True), several, out / "main"), (cells(False), one, out / "others")], workers)
 
 
 if __name__ == "__main__":
