@@ -1,20 +1,23 @@
 """Advantages against a naive recursion, flat GRPO, hand-worked numbers, and the rules for leaves without a score."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.core.advantage import advantages, back_up, combine, zscore
+from arborl.core.advantage import advantages, back_up, combine, mean_below, zscore, zscore_within
 from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
 
 from test_counts import random_plan
 
-DEFAULTS = {"temperature": 1.0, "backup": "softmax"}
+DEFAULTS = {"temperature": 1.0, "backup": "softmax", "fusion": "mean", "group": "tree"}
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "kernels_and_trees.json").read_text())["branch_depthwise"]
 SCORES = st.floats(-50, 50, allow_nan=False, width=32)
 
 
@@ -79,7 +82,7 @@ def test_branching_at_the_root_alone_is_flat_grpo(data: st.DataObject, k: int):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e6, 24.7])
-@pytest.mark.parametrize("name", ["tree", "flat"])
+@pytest.mark.parametrize("name", ["tree", "flat", "depth"])
 def test_equal_scores_give_zero_also_where_float32_sums_are_not_exact(name: str, value: float):
     plan = grow(shifted(4, 3.0), "flow_sde", 2, [3, 3, 1, 1], [0.5, 0.5, 0.0, 0.0])
     found = advantages(name, plan, torch.full((2, 18), value), torch.randn(2, plan.edges), 5.0, **DEFAULTS)
@@ -94,6 +97,64 @@ def test_zscore_laws(values: list[float], scale: float, shift: float):
         assert float(z.mean()) == pytest.approx(0, abs=1e-8)
         assert float(z.std(correction=0)) == pytest.approx(1, abs=1e-8)
         torch.testing.assert_close(zscore(scores * scale + shift), z, rtol=1e-5, atol=1e-5)
+
+
+class TestDepth:
+    @pytest.mark.parametrize("row", range(len(GOLDEN)))
+    def test_golden_node_rewards_and_advantages(self, row: int):
+        case = GOLDEN[row]
+        steps = case["steps"]
+        arity = [2 if step in case["split_points"] else 1 for step in range(steps)]
+        plan = grow(shifted(steps, 3.0), "dance_sde", 1, arity, [0.3] * (steps - 1) + [0.0])
+        first = [0, *(int(level.parents[0]) for level in plan.levels)]
+        parents = [p - f for p, f in zip(plan.parent.tolist(), _per_edge(plan, first[1:]), strict=True)]
+        assert parents == [p for level in case["parent_of_each_node_by_depth"] for p in level]
+        density = torch.tensor([[d for level in case["edge_log_prob_by_depth"] for d in level]]).double()
+        scores = torch.tensor([case["leaf_rewards"]]).double()
+        fused = mean_below(plan, scores) if case["fusion"] == "mean" else back_up(plan, scores, density)
+        expected = torch.tensor([r for level in case["node_reward_by_depth"][1:] for r in level]).double()
+        torch.testing.assert_close(fused[0], expected, rtol=1e-5, atol=1e-5)
+        found = advantages("depth", plan, scores, density, 1e9, fusion=case["fusion"], group="tree")
+        expected = torch.tensor([a for level in case["advantage_by_depth"][1:] for a in level]).double()
+        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+
+    plan = grow(shifted(4, 3.0), "flow_sde", 2, [2, 1, 2, 1], [0.5, 0.5, 0.5, 0.0])
+
+    def advantage(self, scores: list[float], group: str) -> torch.Tensor:
+        density = torch.zeros(1, self.plan.edges)
+        return advantages("depth", self.plan, torch.tensor([scores]), density, 5.0, fusion="mean", group=group)[0]
+
+    def test_two_nodes_of_a_tree_are_always_as_far_apart_and_of_a_prompt_are_not(self):
+        scores = [1.0, 1.1, 2.0, 2.1, 5.0, 5.1, 9.0, 9.1]
+        assert self.advantage(scores, "tree")[:2].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+        wide = self.advantage(scores, "prompt")[:4]
+        assert wide.tolist() == pytest.approx(zscore(torch.tensor([1.05, 2.05, 5.05, 9.05]), ddof=1).tolist(), abs=1e-5)
+
+    def test_siblings_are_compared_with_one_another_alone(self):
+        found = self.advantage([1.0, 3.0, 2.0, 2.0, 5.0, 6.0, 9.0, 1.0], "siblings")
+        last = found[self.plan.depth[self.plan.child] == 3]
+        half = 0.5**0.5
+        assert last.tolist() == pytest.approx([-half, half, 0, 0, -half, half, half, -half])
+        chains = found[self.plan.depth[self.plan.child] == 2]
+        assert chains.abs().max() == 0  # an only child has nobody to be compared with
+
+
+def _per_edge(plan: Plan, values: list[int]) -> list[int]:
+    return [v for level, v in zip(plan.levels, values, strict=True) for _ in range(len(level.slot))]
+
+
+@given(st.lists(st.tuples(SCORES, st.integers(0, 2)), min_size=1, max_size=12), st.integers(0, 1))
+def test_groups_are_z_scored_one_by_one(pairs: list[tuple[float, int]], ddof: int):
+    scores, group = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
+    found = zscore_within(scores, group, ddof)
+    for name in group.unique():
+        torch.testing.assert_close(found[group == name], zscore(scores[group == name], ddof))
+
+
+def test_a_common_spread_takes_the_place_of_each_groups_own():
+    scores = torch.tensor([[1.0, 1.1], [1.0, 3.0], [2.0, 2.0]]).double()
+    torch.testing.assert_close(zscore(scores, spread=0.5), (scores - scores.mean(1, keepdim=True)) / 0.5)
+    assert zscore(scores, spread=0.0)[2].abs().max() == 0
 
 
 class TestMaskedLeaves:

@@ -8,10 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.core.kernels import KERNELS, Gaussian, transition
+from arborl.core.errors import InputError
+from arborl.core.kernels import KERNELS, Gaussian, clean_coefficients, coefficients, sde_able, transition
 from arborl.core.schedule import Schedule, shifted
+from arborl.core.tree import deterministic, grow
+from arborl.models.diffusion import ddim_grid
+
+from tiny_ddim import TinyDDIM
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "kernels_and_trees.json").read_text())
+FLOW = [kernel for kernel in KERNELS if kernel != "ddim"]
 CASES = [(kernel, i) for kernel in ("flow_sde", "dance_sde") for i in range(len(GOLDEN[kernel]))]
 
 
@@ -53,7 +59,7 @@ def test_cps_as_its_paper_writes_it():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@given(step=st.integers(0, 8), eta=st.floats(0.05, 1.0), seed=st.integers(0, 1000))
+@given(step=st.integers(1, 8), eta=st.floats(0.05, 1.0), seed=st.integers(0, 1000))
 def test_log_density_is_the_mean_of_torchs_normal(kernel: str, step: int, eta: float, seed: int):
     generator = torch.Generator().manual_seed(seed)
     x, v, child = torch.randn(3, 4, 2, 3, 3, generator=generator)
@@ -92,7 +98,7 @@ def test_moments_of_samples_and_density_at_the_std_they_were_drawn_with(kernel: 
     assert float(gaussian.log_density(child).mean()) == pytest.approx(-float(entropy), abs=0.01)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FLOW)
 def test_zero_noise_is_the_ode(kernel: str):
     x, v = torch.randn(2, 4, 3, 5)
     schedule = shifted(10, 3.0)
@@ -102,7 +108,7 @@ def test_zero_noise_is_the_ode(kernel: str):
         assert (gaussian.std == 0).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FLOW)
 def test_zero_noise_is_diffusers_own_scheduler(kernel: str):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -122,3 +128,67 @@ def test_a_grid_must_fall_to_zero():
     for grid in ([1.0, 0.5], [1.0, 1.0, 0.0], [0.0], [1.2, 0.0]):
         with pytest.raises(ValueError, match="falls strictly"):
             Schedule.from_sigmas(grid)
+
+
+class TestDdim:
+    @pytest.mark.parametrize("row", range(len(GOLDEN["ddim"]["cases"])))
+    @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+    def test_golden_log_density(self, row: int, prediction: str):
+        """With the same noise told as ε or as v = (ε - σ·x)/α."""
+        case = GOLDEN["ddim"]["cases"][row]
+        schedule = ddim_grid(TinyDDIM.scheduler(prediction), 20)
+        assert schedule.timestep.tolist() == GOLDEN["ddim"]["timesteps"]
+        x, eps, child = (torch.tensor(case[name]).double() for name in ("x", "eps", "x_next"))
+        step = torch.tensor([case["step"]] * len(x))
+        sigma = schedule.sigma[step].view(-1, 1, 1, 1)
+        answer = eps if prediction == "epsilon" else (eps - sigma * x) / torch.sqrt(1 - sigma**2)
+        eta, kappa = torch.full((len(x),), case["eta"]).double(), torch.ones(len(x)).double()
+        gaussian = transition(x, answer, coefficients(schedule, "ddim", step, eta, kappa))
+        expected = torch.tensor(case["log_prob_mean"]).double()
+        torch.testing.assert_close(gaussian.log_density(child), expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+    @pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
+    def test_steps_and_clean_samples_are_those_of_diffusers_own_scheduler(self, prediction: str, eta: float):
+        scheduler = TinyDDIM.scheduler(prediction)
+        schedule = ddim_grid(scheduler, 10)
+        plan = grow(schedule, "ddim", 1, [1] * 10, [eta] * 10) if eta else deterministic(schedule)
+        ours = theirs = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+        for step, timestep in enumerate(scheduler.timesteps):
+            answer, noise = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(step + 1)).double()
+            a, b = clean_coefficients(schedule, schedule.sigma[step : step + 1])
+            result = scheduler.step(answer, timestep, theirs, eta=eta, variance_noise=noise if eta else None)
+            torch.testing.assert_close(a * ours + b * answer, result.pred_original_sample, rtol=1e-4, atol=1e-4)
+            gaussian = transition(
+                ours, answer, type(plan.coefficients)(*(c[step].expand(3) for c in plan.coefficients))
+            )
+            ours, theirs = gaussian.sample(noise), result.prev_sample
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+    def test_every_step_that_adds_noise_may_be_stochastic(self):
+        schedule = ddim_grid(TinyDDIM.scheduler("epsilon"), 10)
+        assert sde_able(schedule, "ddim", 1.0).all()
+        clean_end = Schedule.from_alphas([0.01, 0.5, 1.0], [500, 1], "epsilon")
+        assert sde_able(clean_end, "ddim", 1.0).tolist() == [True, False]
+
+    def test_kernels_belong_to_their_kind_of_model(self):
+        schedule = ddim_grid(TinyDDIM.scheduler("epsilon"), 10)
+        with pytest.raises(InputError, match=r"kernel.name=flow_sde.*diffusion model.*ddim"):
+            sde_able(schedule, "flow_sde", 0.7)
+        with pytest.raises(InputError, match=r"kernel.name=ddim.*flow model"):
+            sde_able(shifted(10, 3.0), "ddim", 1.0)
+        with pytest.raises(InputError, match=r"kernel.eta=1.5.*at most 1"):
+            sde_able(schedule, "ddim", 1.5)
+
+    @pytest.mark.parametrize(
+        ("alphas", "timesteps", "prediction"),
+        [
+            ([0.5, 0.4], [1], "epsilon"),
+            ([0.1, 0.2], [1, 2], "epsilon"),
+            ([0.0, 0.5], [1], "epsilon"),
+            ([0.1, 0.5], [1], "x"),
+        ],
+    )
+    def test_a_table_that_makes_no_sense_is_refused(self, alphas, timesteps, prediction):
+        with pytest.raises(ValueError, match="not"):
+            Schedule.from_alphas(alphas, timesteps, prediction)

@@ -79,8 +79,8 @@ def clean_of(
     return a * x + b * v
 
 
-def _spread(values: Float[Tensor, " n"], x: Float[Tensor, "prompts n *latent"]) -> Tensor:
-    """One value a node, shaped so that it multiplies its latents."""
+def _spread(values: Float[Tensor, " n"], x: Float[Tensor, "prompts m *latent"]) -> Tensor:
+    """One value a node (or edge), shaped so that it multiplies latents like those of x."""
     return like(values, x).view(-1, *[1] * (x.ndim - 2))
 
 

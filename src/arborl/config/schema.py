@@ -66,7 +66,7 @@ class SampleConfig:
     num_steps: int = knob(10, "Denoising steps while training.", low=1)
     sigmas: str = knob(
         "shift",
-        "Noise levels: shift·t/(1+(shift-1)t) on an even grid, or the pipeline scheduler's own.",
+        "Noise levels of a flow: shift·t/(1+(shift-1)t) on an even grid, or the pipeline scheduler's own.",
         choices=("shift", "pipeline"),
     )
     shift: float = knob(3.0, "The shift of that grid.", above=0)

@@ -48,7 +48,7 @@ class Schedule:
         return cls(grid[:-1], grid[1:], grid[:-1] * train_timesteps)
 
     @classmethod
-    def from_alphas(cls, alphas: Sequence[float], timesteps: Sequence[float], prediction: str) -> "Schedule":
+    def from_alphas(cls, alphas: Sequence[float], timesteps: Sequence[int], prediction: str) -> "Schedule":
         """Of a diffusion model: ᾱ at each of its T timesteps and, one more, after the last step."""
         grid = torch.tensor(alphas, dtype=torch.float64)
         rises = bool((grid[1:] > grid[:-1]).all()) and float(grid[0]) > 0 and float(grid[-1]) <= 1

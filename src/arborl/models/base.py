@@ -75,8 +75,11 @@ class Model(ABC):
 
     @classmethod
     def grid(cls, config: Config, steps: int) -> Schedule:
-        """The table of denoising steps, from the configuration alone, so that a plan can be costed without weights."""
-        if config.sample.sigmas == "shift":
+        """The table of denoising steps, from the configuration alone, so that a plan can be costed without weights.
+
+        A shift is a flow's; a diffusion model has its own scheduler's steps.
+        """
+        if config.sample.sigmas == "shift" and not cls.diffusion:
             return shifted(steps, config.sample.shift)
         return cls.pipeline_grid(config, steps)
 

@@ -1,0 +1,234 @@
+"""Comparisons: cells, budgets, what is read from runs; and the command, run, interrupted and run again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arborl.compare import Cell, Protocol, plan_runs, read
+from arborl.compare.results import Point, mean_curve, pareto, reached, score_at
+from arborl.compare.runs import command_of, cost_of
+from arborl.core.errors import InputError
+
+TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
+SMALL = ("eval.num_prompts=8", "sample.num_prompts=2")
+
+
+def line(*points: tuple[float, float]) -> list[Point]:
+    return [Point(compute, compute / 10, score, 0.01) for compute, score in points]
+
+
+class TestReading:
+    curve = line((0, 0.2), (100, 0.4), (200, 0.8), (300, 0.6))
+
+    @pytest.mark.parametrize(
+        ("compute", "score"), [(0, 0.2), (50, 0.3), (150, 0.6), (250, 0.7), (300, 0.6), (999, 0.6)]
+    )
+    def test_scores_are_linear_between_evaluations(self, compute: float, score: float):
+        assert score_at(self.curve, compute) == pytest.approx(score)
+
+    @pytest.mark.parametrize(("target", "compute"), [(0.1, 0), (0.3, 50), (0.6, 150), (0.8, 200), (0.81, None)])
+    def test_a_score_is_reached_where_the_curve_first_crosses_it(self, target: float, compute: float | None):
+        assert reached([(p.compute, p.score) for p in self.curve], target) == pytest.approx(compute)
+
+    @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0, 1))
+    def test_what_is_reached_is_the_score_asked_for(self, scores: list[float], target: float):
+        points = [(100.0 * i, score) for i, score in enumerate(scores)]
+        compute = reached(points, target)
+        if compute is None:
+            assert max(scores) < target
+        elif scores[0] < target:
+            assert score_at(line(*points), compute) == pytest.approx(target, abs=1e-9)
+
+    def test_the_mean_goes_as_far_as_every_seed(self):
+        found = mean_curve([line((0, 0.0), (100, 1.0)), line((0, 0.0), (80, 0.4), (200, 0.4))])
+        assert found == [(0, 0.0), (80, pytest.approx(0.6)), (100, pytest.approx(0.7))]
+
+    def test_the_front_rises_and_nothing_is_above_it(self, tmp_path: Path):
+        runs = [fake(tmp_path, name, seed) for name in ("tree", "flow_grpo") for seed in (0, 1)]
+        front = pareto(read(runs, Protocol((0, 1), 1e4)).rows)
+        scores = [score for _, score, _ in front]
+        assert scores == sorted(scores)
+        assert front[0][0] == 0
+
+
+def fake(folder: Path, name: str, seed: int):
+    """A run that is there already: twice as fast with `tree`, and a little better with every seed."""
+    run = plan_runs([Cell(name)], Protocol((seed,), 1e5), folder)[0]
+    run.folder.mkdir(parents=True)
+    speed = 2 if name == "tree" else 1
+    rows = []
+    for epoch in range(5):
+        evaluation = {"eval/scene": 0.4 + 0.1 * min(speed * epoch, 4) + 0.01 * seed, "eval/scene_stderr": 0.004}
+        counts = {"forwards": 1000 * (epoch + 1), "forward_backwards": 500 * (epoch + 1)} if epoch < 4 else {}
+        rows.append({"epoch": epoch, **evaluation, **counts, "step_time": 3.0, "time/evaluate": 1.0})
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = {"forwards": 4000, "forward_backwards": 2000, "epochs": 4, "train_seconds": 8.0}
+    (run.folder / "summary.json").write_text(json.dumps(counts | {"peak_memory": (seed + 1) * 2**20}))
+    return run
+
+
+class TestTable:
+    def test_every_number(self, tmp_path: Path):
+        runs = [fake(tmp_path, name, seed) for seed in (0, 1) for name in ("tree", "flow_grpo")]
+        found = read(runs, Protocol((0, 1), 1e4))
+        assert found.baseline == "flow_grpo"
+        tree, flat = found.rows
+        assert (tree.cell, tree.seeds, tree.plan) == ("tree", [0, 1], "tree")
+        assert tree.score == pytest.approx(0.805)
+        assert tree.stderr == pytest.approx(0.005)
+        assert tree.before == pytest.approx(0.405)
+        assert tree.compute == flat.compute == found.equal_compute == 4000 + 3 * 2000
+        assert tree.seconds == 8.0
+        assert tree.peak_memory == 2 * 2**20
+        assert tree.compute_to_baseline == pytest.approx(5000)
+        assert flat.compute_to_baseline == pytest.approx(10000)
+        text = found.as_markdown()
+        assert "| `tree` | 2 | 4 | 0.405 | 0.805 ± 0.005 |" in text
+        assert "5000 (0.50×)" in text
+        assert json.loads(found.as_json())["rows"][0]["curves"]["0"][2]["compute"] == 5000
+
+    def test_without_a_flat_cell_there_is_no_such_column(self, tmp_path: Path):
+        found = read([fake(tmp_path, "tree", 0)], Protocol((0,), 1e4))
+        assert found.baseline is None
+        assert "to reach" not in found.as_markdown().splitlines()[0]
+        named = read([fake(tmp_path, "mix", 0)], Protocol((0,), 1e4), baseline="mix")
+        assert named.baseline == "mix"
+
+
+class TestPlanning:
+    def test_cells_get_the_same_compute(self, tmp_path: Path):
+        runs = plan_runs([Cell("tree"), Cell("branch"), Cell("flow_grpo")], Protocol((0, 1), 2e5), tmp_path)
+        assert [(run.cell.text, run.seed) for run in runs][:4] == [
+            ("tree", 0), ("branch", 0), ("flow_grpo", 0), ("tree", 1),
+        ]  # fmt: skip
+        for run in runs:
+            epoch = cost_of(run.config) / run.config.train.epochs
+            assert 2e5 - 1.5 * epoch < cost_of(run.config) <= 2e5
+
+    def test_common_settings_come_first_and_a_cells_own_last(self, tmp_path: Path):
+        run = plan_runs([Cell("tree tree.w=2")], Protocol((3,), 1e5, common=("tree.w=4", "tree.k=3")), tmp_path)[0]
+        assert (run.config.tree.w, run.config.tree.k, run.config.seed) == (2, 3, 3)
+
+    def test_folders_tell_cells_apart(self):
+        texts = ["tree", "tree tree.w=3", "tree tree.w=4", "tree  tree.w=3", "x" * 200, "x" * 201]
+        names = [Cell(text).folder for text in texts]
+        assert len(set(names)) == len(names)
+        assert names[0] == "tree"
+        assert all(len(name) < 100 and "/" not in name for name in names)
+
+    def test_a_run_with_other_settings_is_not_taken_for_this_one(self, tmp_path: Path):
+        from arborl.config import save_config
+
+        run = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path)[0]
+        run.folder.mkdir(parents=True)
+        save_config(run.config, run.folder / "config.yaml")
+        plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path)
+        with pytest.raises(InputError, match=r"other settings \(train.learning_rate: 0.0001 -> 0.0002\)"):
+            plan_runs([Cell("tree")], Protocol((0,), 1e5, common=("train.learning_rate=2e-4",)), tmp_path)
+
+    def test_a_run_without_a_checkpoint_starts_anew_and_one_with_goes_on(self, tmp_path: Path):
+        run = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path)[0]
+        run.folder.mkdir(parents=True)
+        assert command_of(run) == run.command
+        assert not run.folder.exists()
+        (run.folder / "checkpoints" / "epoch_000003").mkdir(parents=True)
+        (run.folder / "checkpoints" / "epoch_000003" / "state.json").write_text("{}")
+        assert command_of(run) == ["train", "--resume", str(run.folder)]
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["tree", "tree"], ["named twice"]),
+            (["nothing"], ["--config-name=nothing"]),
+            (["tree tree.ww=3"], ["tree.ww", "nearest: tree.w"]),
+            (["tree tree.w=30"], ["tree.w=30"]),
+            (["tree", "--set", "tree.kk=2"], ["tree.kk"]),
+            (["tree", "--compute", "5", "--seconds", "5"], ["--seconds", "not both"]),
+            (["tree", "--compute", "-5"], ["--compute", "above 0"]),
+            (["tree", "--baseline", "flat"], ["--baseline=flat", "not one of the cells"]),
+        ],
+    )
+    def test_bad_input_is_one_line_before_anything_runs(self, tmp_path: Path, arguments, words):
+        from click.testing import CliRunner
+
+        from arborl.cli import app
+
+        result = CliRunner().invoke(app, ["compare", *arguments, "-o", str(tmp_path / "out")])
+        assert isinstance(result.exception, InputError)
+        assert "\n" not in str(result.exception)
+        assert all(word in str(result.exception) for word in words), str(result.exception)
+        assert not (tmp_path / "out").exists()
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    common = [word for text in SMALL for word in ("--set", text)]
+    return [sys.executable, "-m", "arborl", "compare", TREE, FLAT, "--seeds", "2", "-o", str(out), *common, *more]
+
+
+class TestCommand:
+    def test_runs_writes_and_runs_nothing_twice(self, tmp_path: Path):
+        out = tmp_path / "with space & 'quote'"
+        command = arguments(out, "--compute", "4000", "--points", "2", "--workers", "2")
+        first = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert {path.name for path in out.glob("compare.*")} == {"compare.md", "compare.json", "compare.png"}
+        table = json.loads((out / "compare.json").read_text())
+        assert {row["cell"] for row in table["rows"]} == {TREE, FLAT}
+        for row in table["rows"]:
+            assert row["seeds"] == [0, 1]
+            assert 0 < row["compute"] <= 4000
+            assert row["peak_memory"] > 0
+        assert (out / "compare.md").read_text() in first.stdout
+        summaries = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
+        assert len(summaries) == 4
+        again = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+        assert json.loads(again.stdout)["rows"] == table["rows"]
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == summaries
+
+    def test_an_interrupt_loses_nothing_and_the_same_command_goes_on(self, tmp_path: Path):
+        command = arguments(tmp_path, "--compute", "150000", "--points", "40", "--workers", "2")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and len(list(tmp_path.rglob("checkpoints/epoch_*"))) < 2:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, words = process.communicate(timeout=120)
+        assert process.returncode == 130, words
+        assert "The same command goes on" in words
+        logs = [path.read_text() for path in tmp_path.rglob("*.log")]
+        assert any("To go on: arborl train --resume" in text for text in logs)
+        subprocess.run(command, capture_output=True, check=True)
+        assert len(list(tmp_path.rglob("summary.json"))) == 4
+        assert any("--resume" in path.read_text() for path in tmp_path.rglob("*.log"))
+        for path in tmp_path.rglob("metrics.jsonl"):
+            epochs = [json.loads(row)["epoch"] for row in path.read_text().splitlines()]
+            assert epochs == list(range(len(epochs)))
+
+    def test_a_failing_cell_is_told_and_the_others_finish(self, tmp_path: Path):
+        (tmp_path / "broken.py").write_text(
+            "def reward(images, prompts, columns):\n    raise OSError('no such scorer')\n"
+        )
+        command = [
+            sys.executable, "-m", "arborl", "compare", TREE, "mixture rewards=none rewards.place.fn=broken:reward",
+            "--seeds", "1", "--compute", "3000", "-o", "out", "--set", "eval.num_prompts=4", "--workers", "1",
+        ]  # fmt: skip
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert result.returncode == 1
+        assert "error: out/mixture_rewards" in result.stderr
+        assert "no such scorer" in result.stderr
+        assert [row["cell"] for row in json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]] == [TREE]
+
+    def test_equal_seconds(self, tmp_path: Path):
+        command = arguments(tmp_path, "--seconds", "0.5", "--workers", "2")
+        subprocess.run(command, capture_output=True, check=True)
+        rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+        assert all(row["seconds"] >= 0.5 for row in rows)
+        assert all(row["epochs"] < 1000 for row in rows)

@@ -1,0 +1,91 @@
+"""Every preset trains: on the scenes, a flow, and on a tiny diffusion model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arborl.checkpoint import trainable
+from arborl.config import load_config, options
+from arborl.core.schedule import shifted
+from arborl.models import load_model
+from arborl.plan import check_plan, kernel_of, make_plan, pruning, work
+from arborl.train import train
+
+from conftest import CPU
+
+PRESETS = (
+    "tree",
+    "tree_flash",
+    "branch",
+    "branch_width",
+    "branch_depth",
+    "branch_mix",
+    "mix",
+    "mix_flash",
+    "dance",
+    "flow_grpo",
+    "ddpo",
+    "tempflow",
+    "flat",
+)
+
+
+DDIM = ["model.family=tiny_ddim:TinyDDIM"]
+SMALL = [
+    "rewards=brightness",
+    "sample.num_prompts=1",
+    "sample.group_size=4",
+    "sample.batch_size=16",
+    "train.batch_size=16",
+    "sample.pad_batches=true",
+    "train.epochs=2",
+    "train.updates=1",
+    "eval.num_prompts=2",
+    "log.trackers=[]",
+    "log.record_every=2",
+]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("model", ["scenes", "ddim", "v"])
+def test_every_preset_trains(tmp_path: Path, preset: str, model: str):
+    """A few steps: the ratio is 1, the counts are those of the plan, and weights move."""
+    if model == "v" and preset not in ("tree", "ddpo", "mix_flash"):
+        pytest.skip("one of each kind will do")
+    family = {"scenes": [], "ddim": DDIM, "v": ["model.family=tiny_ddim:TinyV"]}[model]
+    config = load_config(preset, [*family, *SMALL, f"log.dir={tmp_path}"])
+    assert kernel_of(config) == (config.kernel.flow if model == "scenes" else "ddim")
+    before = {name: value.clone() for name, value in trainable(load_model(config, CPU).module).items()}
+    folder = train(config)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    schedule = load_model(config, CPU).schedule(config.sample.num_steps)
+    for epoch in range(2):
+        plan = make_plan(config, schedule, epoch)
+        expected = work(config, plan, epoch)
+        assert rows[epoch]["parents"] == expected.forward_backwards
+        assert rows[epoch]["steps"] == 1
+        assert rows[epoch]["ratio_error"] == 0.0
+    spent = (rows[1]["forwards"], rows[1]["forward_backwards"])
+    whole = [work(config, make_plan(config, schedule, epoch), epoch) for epoch in range(2)]
+    reference = sum(w.forward_backwards for w in whole) if config.train.kl else 0
+    assert spent == (sum(w.forwards for w in whole) + reference, sum(w.forward_backwards for w in whole))
+    after = load_file(folder / "checkpoints" / "epoch_000002" / "weights.safetensors")
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+    assert (folder / "trees" / "epoch_000000.png").is_file()
+
+
+def test_every_preset_of_the_family_is_a_preset_and_an_algo():
+    assert set(PRESETS) == set(options("algo"))
+    for name in PRESETS:
+        assert load_config("tree", [f"algo={name}"]).tree == load_config(name).tree
+
+
+def test_the_two_ways_to_prune_by_depth(tmp_path: Path):
+    check_plan(load_config("branch_depth"))
+    config = load_config("tree", ["algo=branch", "prune.depth=[15,16,17]"])
+    assert config.sample.num_steps == 20
+    check_plan(config)
+    assert pruning(config, make_plan(config, shifted(20, 3.0), 0), 7).depths == (15, 16, 17)

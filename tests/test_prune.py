@@ -1,0 +1,188 @@
+"""Pruning against sorted lists and by its counts; and every plan with every advantage and every way of pruning."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arborl.config import load_config
+from arborl.core.advantage import ADVANTAGES, advantages
+from arborl.core.noise import fold
+from arborl.core.plans import PLANS
+from arborl.core.prune import Pruning, prune, slid
+from arborl.core.schedule import shifted
+from arborl.core.tree import Plan, grow
+from arborl.plan import make_plan, pruning, work
+
+from test_plans import shapes
+
+
+def naive_width(plan: Plan, values: list[float], mode: int, ratio: float) -> set[int]:
+    """The leaves that stay, by sorting lists."""
+    groups: dict[int, list[int]] = {}
+    for place, leaf in enumerate(plan.leaves.tolist()):
+        node = leaf
+        while node >= plan.roots:
+            parent = int(plan.parent[node - plan.roots])
+            node = parent
+            if (plan.parent == parent).sum() > 1:
+                break
+        tree = int(plan.tree[leaf])
+        groups.setdefault(0 if not len(plan.splits) else node if mode == 1 else tree, []).append(place)
+    stays: set[int] = set()
+    for places in groups.values():
+        order = sorted(places, key=lambda place: -values[place])
+        count = max(1, int(ratio * len(places)))
+        if mode == 1:
+            stays |= set(order[:count])
+        else:
+            low = max(1, count // 2)
+            stays |= set(order[: max(1, count - low)]) | set(order[-low:])
+    return stays
+
+
+class TestPruning:
+    branch = grow(shifted(8, 3.0), "dance_sde", 1, [2, 1, 2, 1, 1, 1, 1, 1], [0.3] * 7 + [0.0])
+
+    @given(
+        depths=st.lists(st.integers(1, 8), max_size=4, unique=True),
+        epoch=st.integers(0, 500),
+        interval=st.integers(1, 40),
+        stop=st.integers(1, 8),
+    )
+    def test_depths_slide_towards_the_root_and_stop(self, depths, epoch, interval, stop):
+        found = slid(depths, epoch, interval, stop)
+        if not depths:
+            assert found == ()
+            return
+        shift = depths[0] - found[0]
+        assert [d - shift for d in depths] == list(found)
+        assert 0 <= shift <= epoch // interval
+        assert min(found) >= min(min(depths), stop)
+        if epoch // interval > 8:
+            assert min(found) == min(min(depths), stop)
+
+    @given(depths=st.lists(st.integers(1, 8), max_size=5, unique=True))
+    def test_depth_drops_exactly_the_edges_into_those_depths(self, depths):
+        whole = prune(self.branch, torch.ones(3, self.branch.edges))
+        kept = prune(self.branch, torch.ones(3, self.branch.edges), Pruning(tuple(depths)))
+        gone = whole & ~kept
+        at = torch.isin(self.branch.depth[self.branch.child], torch.tensor(depths, dtype=torch.long))
+        assert torch.equal(gone, whole & at)
+
+    @pytest.mark.parametrize("mode", [1, 2])
+    @pytest.mark.parametrize("name", PLANS)
+    @given(st.data(), st.sampled_from([0.1, 0.34, 0.5, 0.75, 1.0]))
+    @settings(max_examples=30)
+    def test_width_keeps_whole_chains_as_a_sorted_list_would(self, name, mode, data, ratio):
+        plan = shapes(data.draw, name)
+        order = torch.tensor(data.draw(st.permutations(range(len(plan.leaves))))).double()
+        advantage = torch.zeros(1, plan.edges).double()
+        advantage[0, plan.leaves - plan.roots] = order
+        kept = prune(plan, advantage, Pruning(width_mode=mode, width_ratio=ratio))[0]
+        stays = naive_width(plan, order.tolist(), mode, ratio)
+        for edge in range(plan.edges):
+            chain = int(plan.chain[edge])
+            assert bool(kept[edge]) == bool(plan.stochastic[edge] and (chain < 0 or chain in stays))
+
+    def test_mode_1_compares_siblings_not_the_edges_of_one_chain(self):
+        advantage = torch.zeros(1, self.branch.edges)
+        advantage[0, self.branch.leaves - self.branch.roots] = torch.tensor([0.1, 0.9, -2.0, -3.0])
+        kept = prune(self.branch, advantage, Pruning(width_mode=1))[0]
+        chains = [set(self.branch.chain[kept].tolist()) - {-1}]
+        assert chains == [
+            {1, 2}
+        ]  # the better of each pair, although both of the second are worse than all of the first
+
+    def test_a_leaf_without_a_score_is_not_kept_in_place_of_one_that_has_one(self):
+        advantage = torch.zeros(1, self.branch.edges)
+        advantage[0, self.branch.leaves - self.branch.roots] = torch.tensor([torch.nan, -1.0, 0.5, torch.nan])
+        advantage[0, torch.isin(self.branch.chain, torch.tensor([0, 3]))] = torch.nan
+        for mode in (1, 2):
+            kept = prune(self.branch, advantage, Pruning(width_mode=mode))[0]
+            assert set(self.branch.chain[kept].tolist()) == {-1, 1, 2}
+
+    def test_some_steps_are_drawn_for_each_prompt_and_epoch(self):
+        plan = grow(shifted(11, 3.0), "dance_sde", 4, [1] * 11, [0.3] * 10 + [0.0])
+        draws = [
+            prune(plan, torch.ones(50, plan.edges), Pruning(step_fraction=0.6), fold(0, epoch), torch.arange(50))
+            for epoch in range(2)
+        ]
+        by_step = draws[0].view(50, 11, 4)
+        assert (by_step.any(2) == by_step.all(2)).all()
+        assert (by_step.all(2).sum(1) == 6).all()
+        assert by_step.all(2)[:, :10].float().mean(0).min() > 0.4
+        assert not torch.equal(draws[0], draws[1])
+        part = prune(plan, torch.ones(20, plan.edges), Pruning(step_fraction=0.6), fold(0, 0), torch.arange(30, 50))
+        assert torch.equal(part, draws[0][30:])
+
+    def test_until_ends_it(self):
+        config = load_config("branch_depth", ["train.epochs=100", "prune.until=0.4"])
+        plan = make_plan(config, shifted(20, 3.0), 0)
+        assert pruning(config, plan, 39).depths
+        assert pruning(config, plan, 40) == Pruning()
+
+    def test_by_default_depths_stop_at_the_last_split(self):
+        config = load_config("branch_depth", ["prune.stop_depth=null", "prune.slide_interval=1", "train.epochs=100"])
+        plan = make_plan(config, shifted(20, 3.0), 0)
+        assert pruning(config, plan, 0).depths == (15, 16, 17, 18)
+        assert pruning(config, plan, 99).depths == (9, 10, 11, 12)
+
+    def test_what_it_saves_is_what_the_forecast_says(self):
+        whole, width, depth = (
+            load_config(name, ["model=mixture", "sample.num_prompts=1"])
+            for name in ("branch", "branch_width", "branch_depth")
+        )
+        plan = make_plan(whole, shifted(20, 3.0), 0)
+        assert work(whole, plan, 0).forward_backwards == 187
+        # Half of the 16 chains, 9 trained edges each of which the first leaves a parent that stays.
+        assert work(width, plan, 0).forward_backwards == 187 - 8 * 9
+        assert work(depth, plan, 0).forward_backwards == 187 - 4 * 16
+
+
+class TestContract:
+    """Every plan with every advantage and every way of pruning."""
+
+    @pytest.mark.parametrize("name", PLANS)
+    @pytest.mark.parametrize("advantage", ADVANTAGES)
+    @pytest.mark.parametrize("width", [0, 1, 2])
+    @given(st.data())
+    @settings(max_examples=12)
+    def test_every_combination_keeps_the_rules(self, name: str, advantage: str, width: int, data: st.DataObject):
+        plan = shapes(data.draw, name)
+        depths = tuple(data.draw(st.lists(st.integers(1, 5), max_size=2, unique=True)))
+        how = Pruning(depths, width, 0.5, data.draw(st.sampled_from([0.5, 1.0])))
+        knobs = {
+            "temperature": 1.0,
+            "backup": data.draw(st.sampled_from(["softmax", "mean"])),
+            "fusion": data.draw(st.sampled_from(["mean", "path_prob"])),
+            "group": data.draw(st.sampled_from(["tree", "prompt", "siblings"])),
+            "spread": data.draw(st.sampled_from([None, 0.5])),
+        }
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+        scores = torch.rand(3, len(plan.leaves), generator=generator)
+        scores[1, 0] = torch.nan
+        scores[2] = 0.25
+        density = torch.randn(3, plan.edges, generator=generator)
+        found = advantages(advantage, plan, scores, density, 5.0, **knobs)
+        kept = prune(plan, found, how, fold(0, 0), torch.arange(3))
+
+        assert found.shape == kept.shape == (3, plan.edges)
+        assert (found[~found.isnan()].abs() <= 5).all()
+        # An edge has an advantage exactly where a leaf below it has a score.
+        below = torch.zeros(plan.nodes, len(plan.leaves), dtype=torch.bool)
+        below[plan.leaves, torch.arange(len(plan.leaves))] = True
+        for edge in reversed(range(plan.edges)):
+            below[plan.parent[edge]] |= below[plan.roots + edge]
+        scored = (below[plan.child] & ~scores[:, None].isnan()).any(2)
+        assert torch.equal(~found.isnan(), scored)
+        assert (found[2].abs() < 1e-9).all(), "equal scores teach nothing"
+        # What is kept is stochastic, scored, and at a depth that stays; without pruning that is all of it.
+        assert not (kept & ~(plan.stochastic & scored)).any()
+        assert not kept[:, torch.isin(plan.depth[plan.child], torch.tensor(depths, dtype=torch.long))].any()
+        assert torch.equal(prune(plan, found), plan.stochastic & scored)
+        # A prompt's rows depend on that prompt alone.
+        torch.testing.assert_close(
+            advantages(advantage, plan, scores[:1], density[:1], 5.0, **knobs), found[:1], equal_nan=True
+        )
+        assert torch.equal(prune(plan, found[1:2], how, fold(0, 0), torch.tensor([1])), kept[1:2])
