@@ -293,8 +293,11 @@ def _load(config: Config, run: Path | None) -> Any:
 
 
 def _print_plan(config: Config, found: dict[str, Any]) -> None:
+    import torch
+
+    from .core.prune import Pruning, prune
     from .draw import profile, sketch
-    from .plan import BACKWARD_COST, plans_of_a_run
+    from .plan import BACKWARD_COST, plans_of_a_run, pruning
 
     plans = plans_of_a_run(config)
     first, prompts = plans[0][1], config.sample.num_prompts
@@ -302,7 +305,8 @@ def _print_plan(config: Config, found: dict[str, Any]) -> None:
         out.print(
             f"One of {first.roots} tree(s) a prompt; ═ stochastic, ─ ODE:", *sketch(first), sep="\n", markup=False
         )
-    table = Table("window", "steps and leaves", box=None, title_justify="left")
+    table = Table("window", box=None, title_justify="left")
+    table.add_column("steps and leaves", no_wrap=True)
     for name in ("forwards", "forward+backwards", "cost", "flat / this"):
         table.add_column(name, justify="right")
     flat_cost = found["flat"]["forwards"] + BACKWARD_COST * found["flat"]["forward_backwards"]
@@ -321,6 +325,13 @@ def _print_plan(config: Config, found: dict[str, Any]) -> None:
         f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
         "window's places."
     )
+    pruned = pruning(config, first, 0)
+    if pruned != Pruning():
+        kept = prune(first, torch.arange(first.edges).double()[None], pruned)
+        out.print(
+            f"Pruned at the first epoch: {int(first.stochastic.sum() - kept.sum())} of {int(first.stochastic.sum())} "
+            f"stochastic edges a prompt are not trained."
+        )
     if config.train.kl > 0:
         out.print(
             f"train.kl={config.train.kl} adds {found['training_samples']} forwards of the reference, not counted here."

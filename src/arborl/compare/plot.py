@@ -1,6 +1,7 @@
 """A comparison for the eye: score against compute and against seconds, and who holds the front."""
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ def plot(comparison: Comparison, path: Path) -> Path:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     rows = sorted(comparison.rows, key=lambda row: -row.score_at_equal_compute)
     colour = {row.cell: COLOURS[i % len(COLOURS)] for i, row in enumerate(rows)}
-    figure = Figure(figsize=(15, 4.8 + 0.22 * max(0, len(rows) - 6)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(15, 4.8 + 0.12 * len(rows)), dpi=110, layout="constrained")
     compute, seconds, front = figure.subplots(1, 3)
     for row in rows:
         lines = list(row.curves.values())
         for axes, across in ((compute, "compute"), (seconds, "seconds")):
-            _band(axes, lines, across, colour[row.cell], row.cell)
+            _band(axes, lines, across, colour[row.cell], textwrap.shorten(row.cell, 90, placeholder=" …"))
     _front(front, rows, colour)
     for axes, label in (
         (compute, "compute (forward 1, forward+backward 3)"),
@@ -35,13 +37,16 @@ def plot(comparison: Comparison, path: Path) -> Path:
     ):
         axes.set_xlabel(label)
         axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        if axes is not seconds:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
         axes.grid(alpha=0.25)
         axes.spines[["right", "top"]].set_visible(False)
     compute.set_ylabel(f"held-out {comparison.reward}")
     compute.set_title("score against compute", fontsize=10)
     seconds.set_title("score against seconds", fontsize=10)
     front.set_title("Pareto front: no cell reaches more with less", fontsize=10)
-    figure.legend(*compute.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(*compute.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     aside = path.with_suffix(".png.tmp")
     figure.savefig(aside, format="png", facecolor="white")
     return aside.replace(path)
