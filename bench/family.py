@@ -141,7 +141,7 @@ def search(out: Path, compute: float, workers: int | None, extra: tuple[str, ...
     best = {entry.name: max((c for c in entry.grid), key=lambda cell: scores.get(cell.text, 0.0)) for entry in searched}
     (out / "chosen.json").write_text(json.dumps({name: _tuned(cell) for name, cell in best.items()}, indent=1))
     for cell in best.values():
-        click.echo(f"| `{cell.text}` | {scores[cell.text]:.3f} |")
+        click.echo(f"| `{cell.text}` | {scores.get(cell.text, float('nan')):.3f} |")
 
 
 def _tuned(cell: Cell) -> str:

@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arborl.cli import app
 from arborl.compare import Cell, Protocol, plan_runs, read
 from arborl.compare.results import Point, mean_curve, pareto, reached, score_at
 from arborl.compare.runs import command_of, cost_of
+from arborl.compare.worker import is_running
+from arborl.config import save_config
 from arborl.core.errors import InputError
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
@@ -95,6 +99,20 @@ class TestTable:
         assert "5000 (0.50×)" in text
         assert json.loads(found.as_json())["rows"][0]["curves"]["0"][2]["compute"] == 5000
 
+    def test_the_baseline_reaches_its_own_score_also_where_seeds_end_apart(self, tmp_path: Path):
+        runs = [fake(tmp_path, "flow_grpo", seed) for seed in (0, 1)]
+        rows = (runs[1].folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (runs[1].folder / "metrics.jsonl").write_text("".join(rows[:3]))
+        found = read(runs, Protocol((0, 1), 1e4))
+        assert found.rows[0].compute_to_baseline == 5000
+
+    def test_a_run_without_a_score_is_left_out(self, tmp_path: Path):
+        runs = [fake(tmp_path, "flow_grpo", 0), fake(tmp_path, "tree", 0)]
+        (runs[1].folder / "metrics.jsonl").write_text(json.dumps({"eval/scene": None, "step_time": 1.0}) + "\n")
+        assert [row.cell for row in read(runs, Protocol((0,), 1e4)).rows] == ["flow_grpo"]
+        with pytest.raises(InputError, match="no run has come to a score"):
+            read(runs[1:], Protocol((0,), 1e4))
+
     def test_without_a_flat_cell_there_is_no_such_column(self, tmp_path: Path):
         found = read([fake(tmp_path, "tree", 0)], Protocol((0,), 1e4))
         assert found.baseline is None
@@ -117,16 +135,31 @@ class TestPlanning:
         run = plan_runs([Cell("tree tree.w=2")], Protocol((3,), 1e5, common=("tree.w=4", "tree.k=3")), tmp_path)[0]
         assert (run.config.tree.w, run.config.tree.k, run.config.seed) == (2, 3, 3)
 
+    def test_all_are_evaluated_with_the_same_number_of_steps(self, tmp_path: Path):
+        runs = plan_runs([Cell("tree"), Cell("mix"), Cell("dance")], Protocol((0,), 1e5), tmp_path)
+        assert [run.config.sample.num_steps for run in runs] == [10, 25, 16]
+        assert [run.config.eval.num_steps for run in runs] == [10, 10, 10]
+
+    @pytest.mark.parametrize("name", ["a b", "it's", "back\\slash", "ends\\\\", "a\\'b", "[x]=${y},{z}"])
+    def test_any_folder_will_do(self, tmp_path: Path, name: str):
+        run = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path / name)[0]
+        assert Path(run.config.log.dir) == tmp_path / name / "tree"
+
+    def test_a_folder_that_was_moved_is_still_the_same_run(self, tmp_path: Path):
+        run = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path / "here")[0]
+        run.folder.mkdir(parents=True)
+        save_config(run.config, run.folder / "config.yaml")
+        (tmp_path / "here").rename(tmp_path / "there")
+        plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path / "there")
+
     def test_folders_tell_cells_apart(self):
-        texts = ["tree", "tree tree.w=3", "tree tree.w=4", "tree  tree.w=3", "x" * 200, "x" * 201]
+        texts = ["tree", "tree tree.w=3", "tree tree.w=4", "tree  tree.w=3", "x" * 200, "x" * 201, "tree_tree.w_3"]
         names = [Cell(text).folder for text in texts]
         assert len(set(names)) == len(names)
         assert names[0] == "tree"
         assert all(len(name) < 100 and "/" not in name for name in names)
 
     def test_a_run_with_other_settings_is_not_taken_for_this_one(self, tmp_path: Path):
-        from arborl.config import save_config
-
         run = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path)[0]
         run.folder.mkdir(parents=True)
         save_config(run.config, run.folder / "config.yaml")
@@ -152,15 +185,21 @@ class TestPlanning:
             (["tree tree.w=30"], ["tree.w=30"]),
             (["tree", "--set", "tree.kk=2"], ["tree.kk"]),
             (["tree", "--compute", "5", "--seconds", "5"], ["--seconds", "not both"]),
-            (["tree", "--compute", "-5"], ["--compute", "above 0"]),
+            (["tree", "--compute", "-5"], ["--compute=-5.0", "above 0"]),
+            (["tree", "--seconds", "-5"], ["--seconds=-5.0", "above 0"]),
+            (["tree", "--compute", "inf"], ["--compute=inf", "above 0"]),
+            (["tree tree.w=30", "--seconds", "5"], ["tree.w=30"]),
+            (["branch_width prune.until=0.5", "--seconds", "5"], ["prune.until=0.5", "clock"]),
+            ([""], ["names no preset"]),
+            (["tree 'x"], ["cannot be read"]),
+            (["tree seed=3"], ["seed=3", "itself"]),
+            (["tree", "--set", "train.epochs=3"], ["train.epochs=3", "itself"]),
+            (["tree", "mixture"], ["not the same in all cells"]),
+            (["tree", "tree eval.num_prompts=3"], ["eval.num_prompts", "not the same"]),
             (["tree", "--baseline", "flat"], ["--baseline=flat", "not one of the cells"]),
         ],
     )
     def test_bad_input_is_one_line_before_anything_runs(self, tmp_path: Path, arguments, words):
-        from click.testing import CliRunner
-
-        from arborl.cli import app
-
         result = CliRunner().invoke(app, ["compare", *arguments, "-o", str(tmp_path / "out")])
         assert isinstance(result.exception, InputError)
         assert "\n" not in str(result.exception)
@@ -211,7 +250,7 @@ class TestCommand:
             epochs = [json.loads(row)["epoch"] for row in path.read_text().splitlines()]
             assert epochs == list(range(len(epochs)))
 
-    def test_a_failing_cell_is_told_and_the_others_finish(self, tmp_path: Path):
+    def test_failing_runs_are_told_with_their_reason(self, tmp_path: Path):
         (tmp_path / "broken.py").write_text(
             "def reward(images, prompts, columns):\n    raise OSError('no such scorer')\n"
         )
@@ -222,9 +261,24 @@ class TestCommand:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert result.returncode == 1
-        assert "error: out/mixture_rewards" in result.stderr
-        assert "no such scorer" in result.stderr
-        assert [row["cell"] for row in json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]] == [TREE]
+        assert result.stderr.count("exit code 1: OSError: no noise today") == 2
+        assert not (tmp_path / "out" / "compare.json").exists()
+
+    def test_terminating_the_whole_group_leaves_no_run_behind(self, tmp_path: Path):
+        command = arguments(tmp_path, "--compute", "1000000", "--workers", "2")
+        process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not list(tmp_path.rglob("metrics.jsonl")):
+            time.sleep(0.1)
+        running = [log for log in tmp_path.rglob("*.log") if is_running(log)]
+        assert running
+        again = subprocess.run(command, capture_output=True, text=True)
+        assert again.returncode == 2
+        assert "is being written by another process" in again.stderr
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert not any(is_running(log) for log in running)
 
     def test_equal_seconds(self, tmp_path: Path):
         command = arguments(tmp_path, "--seconds", "0.5", "--workers", "2")

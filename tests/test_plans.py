@@ -17,7 +17,17 @@ from arborl.core.plans import PLANS
 from arborl.core.schedule import Schedule, shifted
 from arborl.core.tree import Plan, Tail, grow
 from arborl.models.mixture import Mixture
-from arborl.plan import check_plan, costs, epochs_within, kernel_of, make_plan
+from arborl.plan import (
+    check_plan,
+    costs,
+    epochs_within,
+    kernel_of,
+    make_plan,
+    places,
+    pruning,
+    stages,
+    window_of,
+)
 from arborl.rollout import rollout
 
 from conftest import make
@@ -170,6 +180,30 @@ class TestPlans:
         assert len(steps) > 3
         assert all(steps)
 
+    @pytest.mark.parametrize(("s", "count"), [(0, 1), (1, 18), (2, 9), (5, 18), (18, 1)])
+    def test_a_window_beside_splits_is_known_by_its_place_not_by_its_looks(self, s: int, count: int):
+        """On a split point a window of one step changes nothing, and is still a place of its own."""
+        config = load_config("branch_mix", ["model=mixture", "tree.mix_sde_window=1", "tree.tou=3", f"tree.s={s}"])
+        config.sample.num_steps = 19
+        found = places(config)
+        assert len(found) == count
+        for epoch in range(0, 120, 7):
+            plan = make_plan(config, shifted(19, 3.0), epoch)
+            expected = found[epoch // 3 % count][1]
+            assert torch.equal(plan.eta, expected.eta)
+            assert torch.equal(plan.step, expected.step)
+
+    def test_what_a_run_comes_to_is_what_walking_all_its_epochs_finds(self):
+        config = load_config("branch_depth", ["model=mixture", "tree.mix_ode_sde=true", "tree.s=3", "tree.tou=7"])
+        config.prune.until, config.train.epochs = 0.8, 400
+        schedule = shifted(20, 3.0)
+
+        def stage(epoch: int) -> tuple:
+            plan = make_plan(config, schedule, epoch)
+            return window_of(config, plan, epoch), pruning(config, plan, epoch)
+
+        assert {stage(epoch) for epoch, _ in stages(config)} == {stage(epoch) for epoch in range(400)}
+
     def test_the_comb_differs_from_its_spine_by_one_draw(self):
         plan = PLANS["comb"](
             shifted(6, 3.0),
@@ -205,6 +239,8 @@ class TestPlans:
             ("mix", ["kernel.name=ddim"], ["kernel.name=ddim", "flow model", "flow_sde"]),
             ("dance", ["sample.group_size=1"], ["sample.group_size", "2 leaves"]),
             ("tempflow", ["tree.k=1000"], ["tree.max_leaves"]),
+            ("tempflow", ["tree.k=1"], ["advantage.group=siblings", "branches"]),
+            ("tempflow", ["tree.k=1", "tree.split_points=[0]"], ["tree.k and sample.num_trees", "2 leaves"]),
             ("flow_grpo", ["advantage.name=depth"], ["advantage.group=tree", "prompt"]),
             ("branch", ["prune.depth=[30]"], ["prune.depth=[30]", "1..20"]),
             (

@@ -77,8 +77,7 @@ class TestPruning:
     def test_width_keeps_whole_chains_as_a_sorted_list_would(self, name, mode, data, ratio):
         plan = shapes(data.draw, name)
         order = torch.tensor(data.draw(st.permutations(range(len(plan.leaves))))).double()
-        advantage = torch.zeros(1, plan.edges).double()
-        advantage[0, plan.leaves - plan.roots] = order
+        advantage = torch.where(plan.chain >= 0, order[plan.chain.clamp_min(0)], 0.0)[None]
         kept = prune(plan, advantage, Pruning(width_mode=mode, width_ratio=ratio))[0]
         stays = naive_width(plan, order.tolist(), mode, ratio)
         for edge in range(plan.edges):
@@ -86,18 +85,26 @@ class TestPruning:
             assert bool(kept[edge]) == bool(plan.stochastic[edge] and (chain < 0 or chain in stays))
 
     def test_mode_1_compares_siblings_not_the_edges_of_one_chain(self):
-        advantage = torch.zeros(1, self.branch.edges)
-        advantage[0, self.branch.leaves - self.branch.roots] = torch.tensor([0.1, 0.9, -2.0, -3.0])
+        advantage = torch.tensor([0.1, 0.9, -2.0, -3.0])[self.branch.chain.clamp_min(0)][None]
         kept = prune(self.branch, advantage, Pruning(width_mode=1))[0]
         chains = [set(self.branch.chain[kept].tolist()) - {-1}]
         assert chains == [
             {1, 2}
         ]  # the better of each pair, although both of the second are worse than all of the first
 
+    def test_chains_are_judged_where_they_were_born(self):
+        """Among siblings only a chain's first edge has an advantage: the rest of it is an only child's."""
+        config = load_config("tempflow", ["model=mixture", "tree.k=4"])
+        plan = make_plan(config, shifted(10, 3.0), 0)
+        scores = torch.arange(len(plan.leaves)).double()[None]
+        found = advantages("depth", plan, scores, torch.zeros(1, plan.edges), 5.0, fusion="mean", group="siblings")
+        kept = prune(plan, found, Pruning(width_mode=1, width_ratio=0.5))
+        assert kept.sum() == 8
+        assert (found[kept] > 0).all()
+
     def test_a_leaf_without_a_score_is_not_kept_in_place_of_one_that_has_one(self):
-        advantage = torch.zeros(1, self.branch.edges)
-        advantage[0, self.branch.leaves - self.branch.roots] = torch.tensor([torch.nan, -1.0, 0.5, torch.nan])
-        advantage[0, torch.isin(self.branch.chain, torch.tensor([0, 3]))] = torch.nan
+        values = torch.tensor([torch.nan, -1.0, 0.5, torch.nan])[self.branch.chain.clamp_min(0)]
+        advantage = torch.where(self.branch.chain >= 0, values, 0.0)[None]
         for mode in (1, 2):
             kept = prune(self.branch, advantage, Pruning(width_mode=mode))[0]
             assert set(self.branch.chain[kept].tolist()) == {-1, 1, 2}

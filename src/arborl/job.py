@@ -2,13 +2,13 @@
 
 import json
 import os
-import resource
 import sys
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -56,6 +56,11 @@ class Job:
     ratio_checked: bool = False
     finished: bool = False
 
+    @property
+    def epochs(self) -> int | None:
+        """How many there will be; None where the clock decides."""
+        return None if self.config.train.max_seconds else self.config.train.epochs
+
     def goes_on(self) -> bool:
         """Whether there are epochs, and seconds, left."""
         limit = self.config.train.max_seconds
@@ -77,9 +82,13 @@ class Job:
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
         knobs, density = asdict(self.config.advantage), record.log_density.cpu()
-        everyone = gather(scores.total.double(), self.accelerator).flatten()
-        knobs["spread"] = {"group": None, "batch": float(_std(everyone).nan_to_num()), "none": 1.0}[knobs.pop("std")]
+        std = knobs.pop("std")
+        knobs["spread"] = {"group": None, "none": 1.0}.get(std) if std != "batch" else self._spread(scores)
         return advantages(knobs.pop("name"), plan, scores.total, density, self.config.train.adv_clip, **knobs)
+
+    def _spread(self, scores: Scores) -> float:
+        """The standard deviation of the epoch's leaf scores, on all ranks."""
+        return float(_std(gather(scores.total.double(), self.accelerator).flatten()).nan_to_num())
 
     def records(self, epoch: int) -> bool:
         every = self.config.log.record_every
@@ -239,7 +248,9 @@ class Job:
             "forward_backwards": self.state.forward_backwards,
             "peak_memory": peak_memory(self.accelerator.device),
         }
-        (run.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        aside = run.folder / "summary.json.tmp"
+        aside.write_text(json.dumps(summary, indent=1))
+        aside.replace(run.folder / "summary.json")
         split = sorted(log.seconds_by_stage(rows).items(), key=lambda item: -item[1])
         run.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
         numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
@@ -269,6 +280,10 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes in use so far: of tensors on a GPU, else of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -310,11 +325,14 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         state.load(checkpoint)
     if resume and train.epochs <= state.epoch and (train.epochs < state.epoch or (resume / "summary.json").exists()):
         raise InputError("train.epochs", train.epochs, f"the run has {state.epoch} epochs already", "more, to go on")
+    used = (
+        sum(log.training_seconds(row) for row in log.read_rows(resume) if row["epoch"] < state.epoch) if resume else 0
+    )
+    if resume and 0 < train.max_seconds <= used and (resume / "summary.json").exists():
+        problem = f"the run has trained for {used:.0f} s already"
+        raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
     changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
     run = log.Run(config, accelerator, resume, state.epoch)
-    if resume and 0 < train.max_seconds <= run.trained and (resume / "summary.json").exists():
-        used = f"the run has trained for {run.trained:.0f} s already"
-        raise InputError("train.max_seconds", train.max_seconds, used, "more, to go on")
     for text in changed:
         run.say(f"changed from epoch {state.epoch} on: {text}")
     for text in warnings_about(config):

@@ -179,7 +179,7 @@ def trackers(config: Config) -> list[str]:
 class Bar:
     """Epochs done, reward, seconds by stage and time left: a bar on a terminal, now and then a line elsewhere."""
 
-    def __init__(self, run: Run, start: int, total: int) -> None:
+    def __init__(self, run: Run, start: int, total: int | None) -> None:
         self.run, self.last_line = run, 0.0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(
@@ -215,7 +215,8 @@ class Bar:
         if self.progress.disable and (time.monotonic() - self.last_line > 10 or self.progress.finished):
             task = self.progress.tasks[self.task]
             eta = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
-            self.run.say(f"epoch {int(task.completed)}/{int(task.total or 0)}: {text}{eta} {split}")
+            of = f"/{int(task.total)}" if task.total else ""
+            self.run.say(f"epoch {int(task.completed)}{of}: {text}{eta} {split}")
             self.last_line = time.monotonic()
 
 

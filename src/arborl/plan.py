@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -42,16 +43,23 @@ def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     return plans.PLANS[config.tree.plan](schedule, kernel, epoch, **knobs)
 
 
-def window_of(config: Config, plan: Plan, epoch: int) -> int:
-    """Where the moving window stands: the first stochastic step, or where splits are always stochastic, the first step
-    of what moves beside them.
-    """
+def window_positions(config: Config) -> int:
+    """How many places the plan's moving window has; 1 where none moves."""
     tree = config.tree
-    if not (tree.plan == "branch" and tree.mix_ode_sde):
-        return int(plan.step[plan.stochastic].min())
+    size = {"tree": tree.w, "mix": tree.w, "branch": tree.mix_sde_window if tree.mix_ode_sde else None}.get(tree.plan)
+    if size is None:
+        return 1
     schedule = model_class(config).grid(config, config.sample.num_steps)
-    positions = plans.window_positions(schedule, plan.kernel, eta_of(config), tree.mix_sde_window)
-    return window_start(epoch, tree.s, tree.tou, positions)
+    key = "tree.mix_sde_window" if tree.plan == "branch" else "tree.w"
+    return plans.window_positions(schedule, kernel_of(config), eta_of(config), size, key)
+
+
+def window_of(config: Config, plan: Plan, epoch: int) -> int:
+    """Where the moving window stands; without one, the first stochastic step."""
+    positions = window_positions(config)
+    if positions == 1:
+        return int(plan.step[plan.stochastic].min())
+    return window_start(epoch, config.tree.s, config.tree.tou, positions)
 
 
 def pruning(config: Config, plan: Plan, epoch: int) -> Pruning:
@@ -79,7 +87,8 @@ class Work(NamedTuple):
 def work(config: Config, plan: Plan, epoch: int) -> Work:
     """What an epoch takes per process, rollout and update (a KL's forwards of the reference apart).
 
-    Exact but for `prune.width_mode` 2, whose best and worst chains may share a parent: there it is the most.
+    Exact where all leaves have scores, but for `prune.width_mode` 2, whose best and worst chains may share a parent:
+    there it is the most.
     """
     prompts = config.sample.num_prompts
     rising = torch.arange(plan.edges, dtype=torch.float64).expand(prompts, -1)
@@ -89,19 +98,14 @@ def work(config: Config, plan: Plan, epoch: int) -> Work:
 
 
 def places(config: Config) -> list[tuple[int, Plan]]:
-    """(epoch of its first visit, plan) for every place of the window; an epoch's is number (epoch // tou) modulo
-    their count.
+    """(epoch of its first visit, plan) for every place the window comes to; at an epoch it stands at number
+    (epoch // tou) modulo their count.
     """
     schedule = model_class(config).grid(config, config.sample.num_steps)
-    found: list[tuple[int, Plan]] = []
-    # A window has fewer places than there are steps, and comes back to its first one within as many moves.
-    for move in range(len(schedule)):
-        epoch = move * config.tree.tou
-        plan = make_plan(config, schedule, epoch)
-        if found and torch.equal(plan.step, found[0][1].step) and torch.equal(plan.eta, found[0][1].eta):
-            break
-        found.append((epoch, plan))
-    return found
+    positions = window_positions(config)
+    visited = positions // math.gcd(positions, config.tree.s)
+    epochs = [move * config.tree.tou for move in range(visited)]
+    return [(epoch, make_plan(config, schedule, epoch)) for epoch in epochs]
 
 
 def plans_of_a_run(config: Config) -> list[tuple[int, Plan]]:
@@ -109,19 +113,14 @@ def plans_of_a_run(config: Config) -> list[tuple[int, Plan]]:
     return [(window_of(config, plan, epoch), plan) for epoch, plan in places(config)]
 
 
-def _stages(config: Config) -> Iterator[tuple[tuple[int, Pruning], Plan]]:
-    """Epoch by epoch without end: what tells it from others (the window's place, what is pruned), and its plan."""
-    around = places(config)
-    for epoch in itertools.count():
-        place = epoch // config.tree.tou % len(around)
-        yield (place, pruning(config, around[place][1], epoch)), around[place][1]
-
-
 def costs(config: Config) -> Iterator[int]:
     """What each epoch costs in forwards, without end; a KL's forwards of the reference included."""
-    known: dict[tuple[int, Pruning], int] = {}
-    for epoch, (stage, plan) in enumerate(_stages(config)):
-        if stage not in known:
+    around, known = places(config), dict[tuple[int, Pruning], int]()
+    for epoch in itertools.count():
+        place = epoch // config.tree.tou % len(around)
+        plan = around[place][1]
+        stage = place, pruning(config, plan, epoch)
+        if stage not in known or stage[1].step_fraction < 1:  # which steps are drawn changes the cost
             found = work(config, plan, epoch)
             known[stage] = found.cost + (found.forward_backwards if config.train.kl > 0 else 0)
         yield known[stage]
@@ -139,23 +138,38 @@ def epochs_within(config: Config, compute: float) -> int:
     return epochs
 
 
+def stages(config: Config) -> Iterator[tuple[int, Plan]]:
+    """(epoch, plan) for every combination of a window's place and what is pruned that the run comes to."""
+    around, prune, epochs = places(config), config.prune, config.train.epochs
+    slides = [n * prune.slide_interval for n in range(1, max(prune.depth, default=0) + 1)] if prune.depth_slide else []
+    changes = sorted({0, *slides, math.ceil(prune.until * epochs), epochs})
+    for start, stop in itertools.pairwise(changes):
+        # After one round of the window everything comes again, until what is pruned changes.
+        until = min(stop, epochs, start + len(around) * config.tree.tou)
+        for epoch in range(start, until):
+            if epoch == start or epoch % config.tree.tou == 0:
+                yield epoch, around[epoch // config.tree.tou % len(around)][1]
+
+
 def check_plan(config: Config) -> None:
     """Everything about the plan that can be wrong is wrong before anything is loaded or written."""
-    seen: set[tuple[int, Pruning]] = set()
-    for epoch, (stage, plan) in enumerate(itertools.islice(_stages(config), config.train.epochs)):
-        if stage in seen:
-            continue
-        seen.add(stage)
-        how, advantage = stage[1], config.advantage
+    advantage, settings = config.advantage, config.prune
+    if settings.until < 1 and config.train.max_seconds:
+        problem = "a run that stops by the clock has no share of it that could be known beforehand"
+        raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
+    for epoch, plan in stages(config):
         if len(plan.leaves) < 2:
-            keys = "tree.k and sample.num_trees" if config.tree.plan in ("tree", "branch") else "sample.group_size"
+            keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"
             raise InputError(keys, None, "a prompt has a single leaf, so no advantage can be told", "2 leaves or more")
-        if advantage.name == "depth" and advantage.group != "prompt" and not len(plan.splits):
-            problem = "no tree of this plan branches, so no node has another to be compared with"
-            raise InputError("advantage.group", advantage.group, problem, "prompt")
+        if advantage.name == "depth" and advantage.group != "prompt":
+            siblings = plan.parent[plan.stochastic] if advantage.group == "siblings" else plan.parent
+            if int(torch.bincount(siblings).max()) < 2:
+                problem = "no tree of this plan branches, so no node has another to be compared with"
+                raise InputError("advantage.group", advantage.group, problem, "prompt")
         deepest = int(plan.depth.max())
-        if any(not 1 <= depth <= deepest for depth in config.prune.depth):
-            raise InputError("prune.depth", config.prune.depth, "the plan has no such depth", f"1..{deepest}")
+        if any(not 1 <= depth <= deepest for depth in settings.depth):
+            raise InputError("prune.depth", settings.depth, "the plan has no such depth", f"1..{deepest}")
+        how = pruning(config, plan, epoch)
         if not bool(prune(plan, torch.zeros(1, plan.edges), how).any()):
             trained = sorted({int(depth) for depth in plan.depth[plan.child][plan.stochastic]})
             problem = f"at epoch {epoch} that leaves no edge to train (those are at depths {trained})"

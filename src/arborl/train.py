@@ -19,7 +19,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
     schedule = model.schedule(config.sample.num_steps)
     interrupts = Interrupts(job.accelerator)
     try:
-        with interrupts.watched(), Bar(run, state.epoch, config.train.epochs) as bar:
+        with interrupts.watched(), Bar(run, state.epoch, job.epochs) as bar:
             while job.goes_on():
                 epoch = state.epoch
                 with run.stage("evaluate"):

@@ -1,11 +1,14 @@
 """What `arborl compare` shows while it runs, and what it leaves."""
 
+import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -27,17 +30,26 @@ def compare(
     """Plan, run, and write what came of it; exits with 1 where a run failed, with 130 where it was interrupted."""
     if protocol.compute and protocol.seconds:
         raise InputError("--seconds", protocol.seconds, "a budget is compute or seconds, not both", "one of them")
-    if min(protocol.compute, protocol.seconds) < 0:
-        raise InputError("--compute", protocol.compute, "a budget is above 0")
+    for name, value in (("--compute", protocol.compute), ("--seconds", protocol.seconds)):
+        if not 0 <= value < math.inf:
+            raise InputError(name, value, "is no budget", "a number above 0")
     if baseline and baseline not in {cell.text for cell in cells}:
         raise InputError("--baseline", baseline, "is not one of the cells", ", ".join(cell.text for cell in cells))
     if not protocol.compute and not protocol.seconds:
         protocol = replace(protocol, compute=float(cost_of(config_of(cells[0], protocol, protocol.seeds[0], to)[0])))
     runs = plan_runs(cells, protocol, to)
-    if not as_json:
+    if dry_run and as_json:
+        known = [(run.cell.text, run.config) for run in runs[: len(cells)]] if protocol.compute else []
+        costs = [{"cell": text, "epochs": one.train.epochs, "compute": cost_of(one)} for text, one in known]
+        print(json.dumps({"protocol": asdict(protocol), "cells": costs}))
+    elif not as_json:
         out.print(_planned(runs, protocol))
     if dry_run:
         return
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
     failed: dict[str, str] = {}
     try:
         with Shown(runs) as shown:
@@ -50,6 +62,8 @@ def compare(
         print(f"error: {folder}: {words} (see {folder}.log)", file=sys.stderr)
     if any(run.finished for run in runs):
         comparison = read(runs, protocol, baseline)
+        if baseline and comparison.baseline != baseline:
+            print(f"warning: the baseline {baseline!r} has no score; {comparison.baseline!r} is used", file=sys.stderr)
         paths = write(comparison, to)
         print(comparison.as_json() if as_json else comparison.as_markdown(), end="" if not as_json else "\n")
         if not as_json:
@@ -66,7 +80,9 @@ def _planned(runs: Sequence[Run], protocol: Protocol) -> Table:
     for run in first:
         known = bool(protocol.compute)
         epochs = str(run.config.train.epochs) if known else f"as many as fit {protocol.seconds:g} s"
-        table.add_row(run.cell.text, epochs, f"{cost_of(run.config):,}" if known else "–", str(run.config.eval.every))
+        table.add_row(
+            escape(run.cell.text), epochs, f"{cost_of(run.config):,}" if known else "–", str(run.config.eval.every)
+        )
     return table
 
 
@@ -95,7 +111,9 @@ class Shown:
         for run in running:
             if run.folder not in self.tasks:
                 epochs = run.config.train.epochs if not run.config.train.max_seconds else None
-                self.tasks[run.folder] = self.progress.add_task(f"{run.cell.text}, seed {run.seed}", total=epochs)
+                self.tasks[run.folder] = self.progress.add_task(
+                    escape(f"{run.cell.text}, seed {run.seed}"), total=epochs
+                )
             self.progress.update(self.tasks[run.folder], completed=run.epochs_done)
         over = {run.folder for run in running}
         for folder, task in self.tasks.items():

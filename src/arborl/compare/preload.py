@@ -1,10 +1,16 @@
 """What every run imports. The forkserver imports it once, and runs start from there in no time."""
 
+import signal
+
 from ..models.quiet import quiet_libraries
+from .worker import ENDINGS
+
+for number in ENDINGS:
+    signal.signal(number, signal.SIG_IGN)
 
 with quiet_libraries():
     import diffusers
 
     diffusers.StableDiffusion3Pipeline  # noqa: B018 (diffusers imports what it is asked for)
 
-from .. import train  # noqa: F401
+from .. import train  # noqa: E402, F401

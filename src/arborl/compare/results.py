@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from ..core.errors import InputError
 from ..log import read_rows, training_seconds
 from ..plan import BACKWARD_COST
 from .runs import Cell, Protocol, Run
@@ -20,7 +21,7 @@ class Point:
     compute: float
     seconds: float
     score: float
-    stderr: float  # over the evaluated pictures
+    stderr: float | None  # over the evaluated pictures
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Row:
     before: float
     score: float
     stderr: float | None  # over seeds
-    picture_stderr: float  # over pictures, mean of the seeds
     forwards: float
     forward_backwards: float
     compute: float
@@ -52,6 +52,7 @@ class Comparison:
     protocol: Protocol
     reward: str
     baseline: str | None
+    target: float | None  # the baseline's score, which others are to reach
     equal_compute: float
     rows: list[Row]
 
@@ -76,7 +77,7 @@ class Comparison:
             "peak memory": lambda row: f"{row.peak_memory / 2**20:.0f} MiB",
         }
         if base := next((row for row in self.rows if row.cell == self.baseline), None):
-            columns[f"compute to reach the {base.score:.3f} of `{base.cell}`"] = lambda row: (
+            columns[f"compute to reach the {self.target:.3f} of `{base.cell}`"] = lambda row: (
                 "never"
                 if row.compute_to_baseline is None
                 else f"{_short(row.compute_to_baseline)} ({row.compute_to_baseline / base.compute:.2f}×)"
@@ -103,21 +104,22 @@ def _short(value: float) -> str:
 
 def read(runs: Sequence[Run], protocol: Protocol, baseline: str | None = None) -> Comparison:
     """What the finished runs came to. The baseline is the named cell, or the flat one with the best score."""
-    finished = [run for run in runs if run.finished]
+    finished = [run for run in runs if run.finished and curve(run)]
     if not finished:
-        raise ValueError("no run has finished")
+        raise InputError("cells", None, "no run has come to a score")
     reward = next(iter(finished[0].config.rewards))
     by_cell: dict[Cell, list[Run]] = {}
     for run in finished:
         by_cell.setdefault(run.cell, []).append(run)
     curves = {cell: {run.seed: curve(run) for run in of_cell} for cell, of_cell in by_cell.items()}
     equal = min(line[-1].compute for lines in curves.values() for line in lines.values())
-    finals = {cell: statistics.mean(line[-1].score for line in lines.values()) for cell, lines in curves.items()}
+    finals = {cell: mean_curve(list(lines.values()))[-1][1] for cell, lines in curves.items()}
     flat = [cell for cell, of_cell in by_cell.items() if of_cell[0].config.tree.plan == "flat"]
     named = [cell for cell in by_cell if cell.text == baseline]
     base = named[0] if named else max(flat, key=lambda cell: finals[cell], default=None)
     rows = [_row(cell, by_cell[cell], curves[cell], equal, finals[base] if base else None) for cell in by_cell]
-    return Comparison(protocol, reward, base.text if base else None, equal, rows)
+    target = finals[base] if base else None
+    return Comparison(protocol, reward, base.text if base else None, target, equal, rows)
 
 
 def curve(run: Run) -> list[Point]:
@@ -127,7 +129,7 @@ def curve(run: Run) -> list[Point]:
     name = f"eval/{next(iter(run.config.rewards))}"
     for row in read_rows(run.folder):
         if row.get(name) is not None:
-            points.append(Point(compute, seconds, row[name], row[f"{name}_stderr"] or math.nan))
+            points.append(Point(compute, seconds, row[name], row[f"{name}_stderr"]))
         if "forwards" in row:
             compute = row["forwards"] + BACKWARD_COST * row["forward_backwards"]
         seconds += training_seconds(row)
@@ -150,7 +152,6 @@ def _row(cell: Cell, runs: list[Run], curves: dict[int, list[Point]], equal: flo
         before=statistics.mean(line[0].score for line in curves.values()),
         score=statistics.mean(finals.values()),
         stderr=_stderr(list(finals.values())),
-        picture_stderr=statistics.mean(line[-1].stderr for line in curves.values()),
         forwards=mean("forwards"),
         forward_backwards=mean("forward_backwards"),
         compute=statistics.mean(line[-1].compute for line in curves.values()),

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -27,12 +27,26 @@ from ..log import changes
 from ..plan import check_plan, costs, epochs_within
 from . import worker
 
+OWN = ("seed", "run_name", "train.epochs", "train.max_seconds", "log.dir", "log.save_every", "log.keep")
+"""Settings that a comparison makes itself."""
+SHARED = ("model.", "rewards.", "prompts.", "eval.", "sample.resolution")
+"""What must be the same in all cells, or their scores would not be of the same thing."""
+
 
 @dataclass(frozen=True)
 class Cell:
     """A preset with overrides, written as on a command line: `tree tree.w=3`."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        try:
+            words = shlex.split(self.text)
+        except ValueError as error:
+            raise InputError("cell", self.text, f"cannot be read ({error})", "PRESET [KEY=VALUE]...") from None
+        if not words:
+            raise InputError("cell", repr(self.text), "names no preset", "PRESET [KEY=VALUE]...")
+        check_settings(words[1:])
 
     @property
     def preset(self) -> str:
@@ -46,8 +60,14 @@ class Cell:
     def folder(self) -> str:
         """The text as a folder's name; where that loses something, with a few digits that tell it from others."""
         plain = re.sub(r"[^A-Za-z0-9._-]+", "_", self.text)[:80]
-        kept = plain.replace("_", " ") == self.text or plain == self.text
-        return plain if kept else f"{plain}-{hashlib.sha256(self.text.encode()).hexdigest()[:6]}"
+        return plain if plain == self.text else f"{plain}-{hashlib.sha256(self.text.encode()).hexdigest()[:6]}"
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    for text in settings:
+        key, _, value = text.partition("=")
+        if key.lstrip("+") in OWN:
+            raise InputError(key, value, "is what a comparison decides itself", "other settings; --seeds, --compute")
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,10 @@ class Run:
         return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
+MANY = 1_000_000
+"""Epochs of a run that the clock ends."""
+
+
 def cost_of(config: Config) -> int:
     """The compute of a run as it is configured, its evaluations apart."""
     return sum(islice(costs(config), config.train.epochs))
@@ -86,40 +110,49 @@ def cost_of(config: Config) -> int:
 
 def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Run]:
     """Every run of a comparison, seed by seed; what is wrong with any of them is an `InputError` before the first."""
+    check_settings(protocol.common)
     if len({cell.text for cell in cells}) < len(cells):
         raise InputError("cells", [cell.text for cell in cells], "a cell is named twice", "each once")
-    return [_plan_run(cell, seed, protocol, out) for seed in protocol.seeds for cell in cells]
+    # Pictures are judged after the same number of steps, whatever each method trains with.
+    first = config_of(cells[0], protocol, protocol.seeds[0], out)[0]
+    steps = f"eval.num_steps={first.eval.num_steps or first.sample.num_steps}"
+    runs = [_plan_run(cell, seed, protocol, out, steps) for seed in protocol.seeds for cell in cells]
+    for run in runs[1 : len(cells)]:
+        for text in changes(runs[0].config, run.config):
+            key = text.split(":")[0]
+            if key.startswith(SHARED) and key not in ("eval.every", "model.train") and ".lora." not in key:
+                problem = f"is not the same in all cells ({text}, of {run.cell.text!r})"
+                raise InputError(key, None, problem, "the same for all, as with --set")
+    return runs
 
 
 def config_of(cell: Cell, protocol: Protocol, seed: int, out: Path, *extra: str) -> tuple[Config, list[str]]:
     """A run's configuration, and the overrides of its preset that make it."""
-    folder = out / cell.folder
     quiet = ["log.trackers=[]", "log.record_every=0", "log.keep=1"]
-    place = [f"seed={seed}", f"run_name=seed-{seed}", f"log.dir={_quoted(str(folder))}"]
+    place = [f"seed={seed}", f"run_name=seed-{seed}", f"log.dir={_quoted(str(out.resolve() / cell.folder))}"]
     settings = [*quiet, *protocol.common, *cell.overrides, *place, *extra]
     return load_config(cell.preset, settings), settings
 
 
-def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path) -> Run:
+def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path, *extra: str) -> Run:
     config, settings = config_of(cell, protocol, seed, out)
     if protocol.compute:
         epochs = epochs_within(config, protocol.compute)
         length, every = [f"train.epochs={epochs}"], max(1, epochs // protocol.points)
     else:
-        length, every = [f"train.max_seconds={protocol.seconds}", "train.epochs=1000000"], 10
+        length, every = [f"train.max_seconds={protocol.seconds}", f"train.epochs={MANY}"], 10
     if not any(text.startswith("eval.every=") for text in settings):
         length.append(f"eval.every={every}")
-    config, settings = config_of(cell, protocol, seed, out, *length, f"log.save_every={every}")
-    if protocol.compute:
-        check_plan(config)
-    folder = out / cell.folder / config.run_name
+    config, settings = config_of(cell, protocol, seed, out, *extra, *length, f"log.save_every={every}")
+    check_plan(config)
+    folder = out.resolve() / cell.folder / config.run_name
     _check_same(folder, config, out)
     return Run(cell, seed, folder, config, ["train", "--config-name", cell.preset, *settings])
 
 
 def _quoted(text: str) -> str:
     """A value that may hold anything, as Hydra's grammar wants it."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"
 
 
 def _check_same(folder: Path, config: Config, out: Path) -> None:
@@ -129,13 +162,15 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
         return
     wanted = OmegaConf.to_object(OmegaConf.structured(config))
     found = changes(read_config(path), wanted)  # pyright: ignore[reportArgumentType]
-    if found:
+    if found := [text for text in found if not text.startswith("log.dir:")]:  # folders may be moved
         problem = f"{folder} was run with other settings ({'; '.join(found)})"
         raise InputError("--out", out, problem, "another folder, or the settings of that run")
 
 
 def command_of(run: Run) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
+    if worker.is_running(log_of(run)):
+        raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
     if run.folder.is_dir() and not checkpoints(run.folder / "checkpoints"):
         shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
     return ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
@@ -153,11 +188,11 @@ class Room:
     def most(self) -> int:
         return self.workers or self.cores
 
-    def for_another(self, running: Sequence[Run]) -> bool:
+    def for_another(self, running: Sequence[Run], at_start: dict[Path, int]) -> bool:
         if not running or self.workers or not self.on_gpu:
             return len(running) < self.most
         # What a run needs is known once it has done an epoch; the next may start when a little more than that is free.
-        if len(running) >= self.most or not all(run.epochs_done for run in running):
+        if len(running) >= self.most or any(run.epochs_done <= at_start[run.folder] for run in running):
             return False
         free, total = torch.cuda.mem_get_info()
         return free > 1.2 * (total - free) / len(running)
@@ -168,11 +203,12 @@ def _terminated_like_interrupted() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in worker.ENDINGS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def execute(
@@ -180,21 +216,24 @@ def execute(
     workers: int | None = None,
     on_change: Callable[[list[Run], list[Run], dict[str, str]], None] = lambda running, done, failed: None,
 ) -> dict[str, str]:
-    """Run what is not finished; returns the last words of those that failed, by folder.
+    """Run what is not finished; returns why those that failed did, by folder.
 
-    An interrupt is passed on once to all running ones, which then leave a checkpoint to go on from.
+    An interrupt is passed on once to all running ones, which then leave a checkpoint to go on from. A script that
+    calls this needs the usual `if __name__ == "__main__"`, as with all of multiprocessing.
     """
     room, failed = Room(workers), dict[str, str]()
     waiting = [run for run in runs if not run.finished]
     done = [run for run in runs if run.finished]
     running: dict[int, tuple[Run, BaseProcess]] = {}
-    threads = max(1, room.cores // max(1, min(room.most, len(waiting))))
+    at_start: dict[Path, int] = {}
+    threads = max(1, room.cores // min(room.most, len(runs)))
     with _terminated_like_interrupted():
         try:
             while waiting or running:
-                while waiting and room.for_another([run for run, _ in running.values()]):
+                while waiting and room.for_another([run for run, _ in running.values()], at_start):
                     run = waiting.pop(0)
                     process = _start(run, threads)
+                    at_start[run.folder] = run.epochs_done
                     running[process.pid or 0] = run, process
                 on_change([run for run, _ in running.values()], done, failed)
                 time.sleep(0.2)
@@ -204,14 +243,16 @@ def execute(
                         if process.exitcode == 0 and run.finished:
                             done.append(run)
                         else:
-                            failed[str(run.folder)] = _last_words(log_of(run)) or f"exit code {process.exitcode}"
+                            failed[str(run.folder)] = _reason(run, process.exitcode)
         finally:
             # Each runs in a session of its own, so that a terminal's Ctrl-C reaches it once, by this.
-            for pid, (_, process) in running.items():
-                if process.is_alive():
+            for pid in running:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGINT)
-            for _, process in running.values():
+            for run, process in running.values():
                 process.join()
+                while worker.is_running(log_of(run)):  # the forkserver may be gone before its children
+                    time.sleep(0.1)
     on_change([], done, failed)
     return failed
 
@@ -236,6 +277,9 @@ def _start(run: Run, threads: int) -> BaseProcess:
     return process
 
 
-def _last_words(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+def _reason(run: Run, code: int) -> str:
+    """An error that the run itself told, or how it ended."""
+    if code < 0:
+        return f"ended by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+    lines = log_of(run).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"exit code {code}: {lines[-1]}"

@@ -171,7 +171,7 @@ class PruneConfig:
     step_fraction: float = knob(
         1.0, "Share of the stochastic steps that is trained, drawn for each prompt and epoch.", above=0, high=1
     )
-    until: float = knob(1.0, "Prune during this first share of the run only.", low=0, high=1)
+    until: float = knob(1.0, "Prune depth and width during this first share of the run only.", low=0, high=1)
 
 
 @dataclass

@@ -229,9 +229,17 @@ def comb(
                 following.append(rest[1:])
             node += 1
         frontier, depth = following, depth + 1
-    parent, step, noise, multistep = (torch.tensor(column) for column in zip(*edges, strict=True))
-    kappa = torch.ones(len(edges), dtype=torch.float64)
-    return Plan(table, kernel, num_trees, parent, step, noise.double(), kappa, multistep)
+    parents, steps, noise, multistep = zip(*edges, strict=True)
+    return Plan(
+        table,
+        kernel,
+        num_trees,
+        torch.tensor(parents),
+        torch.tensor(steps),
+        torch.tensor(noise, dtype=torch.float64),
+        torch.ones(len(edges), dtype=torch.float64),
+        torch.tensor(multistep),
+    )
 
 
 PLANS: dict[str, Callable[..., Plan]] = {"tree": tree, "branch": branch, "flat": flat, "mix": mix, "comb": comb}

@@ -59,20 +59,21 @@ def _at(plan: Plan, depths: Sequence[int]) -> Bool[Tensor, " edges"]:
 def _width(
     plan: Plan, advantage: Float[Tensor, "prompts edges"], mode: int, ratio: float
 ) -> Bool[Tensor, "prompts edges"]:
-    """Whole chains, from the last split above a leaf down to it, go or stay by the leaf's advantage."""
-    own = advantage[:, plan.leaves - plan.roots]
+    """Whole chains, from the last split above a leaf down to it, go or stay by the advantage of their first edge."""
+    inside = plan.chain >= 0
+    first = inside & (torch.isin(plan.parent, plan.splits) | (plan.parent < plan.roots))
+    order = plan.chain[first].argsort()
+    own, parent = advantage[:, first][:, order], plan.parent[first][order]
     # Chains compete with those born at the same split, or within their tree; trees that never split, within the prompt.
-    born = plan.chain >= 0
-    rivals = torch.zeros(len(plan.leaves), dtype=torch.long)
+    rivals = torch.zeros_like(parent)
     if len(plan.splits):
-        top = born & (torch.isin(plan.parent, plan.splits) | (plan.parent < plan.roots))
-        rivals[plan.chain[top]] = plan.parent[top] if mode == 1 else plan.tree[plan.parent[top]]
+        rivals = parent if mode == 1 else plan.tree[parent]
     same = rivals[:, None] == rivals
     size = same.sum(1)
     kept = (ratio * size).floor().clamp_min(1)
     # How many rivals are better (or as good, and earlier); a leaf without a score is never among them, and never kept.
-    order = torch.arange(len(rivals))
-    earlier = order[:, None] > order
+    place = torch.arange(len(rivals))
+    earlier = place[:, None] > place
     ahead = (own[:, None, :] > own[:, :, None]) | ((own[:, None, :] == own[:, :, None]) & earlier)
     best = (same & ahead).sum(2)
     if mode == 1:
@@ -82,7 +83,7 @@ def _width(
         low = (kept / 2).floor().clamp_min(1)
         stays = (best < (kept - low).clamp_min(1)) | (worst < low)
     stays &= ~own.isnan()
-    return torch.where(born, stays[:, plan.chain.clamp_min(0)], torch.ones((), dtype=torch.bool))
+    return ~inside | stays[:, plan.chain.clamp_min(0)]
 
 
 def _some_steps(

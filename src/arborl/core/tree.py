@@ -158,9 +158,9 @@ class Plan:
         edges = self.multistep.nonzero().squeeze(1)
         row, before = self.step[edges], self.step[self.parent[edges] - self.roots]
         levels = self.schedule.sigma[before], self.schedule.sigma[row], self.schedule.sigma_next[row]
-        (_, alpha, alpha_next), (_, sigma, sigma_next) = map(self.schedule.signal, levels), levels
-        earlier, here, there = (torch.log(self.schedule.signal(level) / level) for level in levels)
-        gain = alpha_next - alpha * sigma_next / sigma
+        signals = [self.schedule.signal(level) for level in levels]
+        earlier, here, there = (torch.log(a / s) for a, s in zip(signals, levels, strict=True))
+        gain = signals[2] - signals[1] * levels[2] / levels[1]
         momentum[edges] = gain * (there - here) / (2 * (here - earlier))
         return momentum
 
