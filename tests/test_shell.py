@@ -185,8 +185,8 @@ class TestRecordedTrees:
         stem = tmp_path / "t"
         recorded().save(stem)
         json_text = stem.with_suffix(".json").read_text()
-        stem.with_suffix(".json").write_text(json_text.replace('"version": 1', '"version": 2'))
-        with pytest.raises(InputError, match=r"version 2.*version 1"):
+        stem.with_suffix(".json").write_text(json_text.replace('"version": 2', '"version": 3'))
+        with pytest.raises(InputError, match=r"version 3.*version 2"):
             RecordedTree.load(stem)
         stem.with_suffix(".json").write_text(json_text)
         stem.with_suffix(".safetensors").write_bytes(b"nothing")

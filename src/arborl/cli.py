@@ -209,7 +209,13 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     "--set", "common", multiple=True, metavar="KEY=VALUE", help="A setting of every cell; may be given again."
 )
 @click.option("--baseline", help="The cell whose final score others are to reach.  [default: the best flat one]")
-@click.option("--points", type=click.IntRange(1), default=10, show_default=True, help="Evaluations in a run.")
+@click.option(
+    "--points",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Evaluations in a run; with --seconds every 10 epochs.",
+)
 @click.option("--workers", type=click.IntRange(1), help="Runs side by side.  [default: as the device has room]")
 @click.option(
     "--out",
