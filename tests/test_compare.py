@@ -252,16 +252,17 @@ class TestCommand:
 
     def test_failing_runs_are_told_with_their_reason(self, tmp_path: Path):
         (tmp_path / "broken.py").write_text(
-            "def reward(images, prompts, columns):\n    raise OSError('no such scorer')\n"
+            "from arborl.models.mixture import MixtureModel\n\n\n"
+            "class Broken(MixtureModel):\n"
+            "    def decode(self, latents):\n"
+            "        raise OSError('no pictures today')\n"
         )
-        command = [
-            sys.executable, "-m", "arborl", "compare", TREE, "mixture rewards=none rewards.place.fn=broken:reward",
-            "--seeds", "1", "--compute", "3000", "-o", "out", "--set", "eval.num_prompts=4", "--workers", "1",
-        ]  # fmt: skip
+        cells = ["mixture model.family=broken:Broken tree.w=3", "mixture model.family=broken:Broken"]
+        command = [sys.executable, "-m", "arborl", "compare", *cells, "--seeds", "1", "--compute", "3000", "-o", "out"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert result.returncode == 1
-        assert result.stderr.count("exit code 1: OSError: no noise today") == 2
+        assert result.stderr.count("exit code 1: OSError: no pictures today") == 2
         assert not (tmp_path / "out" / "compare.json").exists()
 
     def test_terminating_the_whole_group_leaves_no_run_behind(self, tmp_path: Path):

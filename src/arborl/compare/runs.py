@@ -152,7 +152,8 @@ def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path, *extra: str)
 
 def _quoted(text: str) -> str:
     """A value that may hold anything, as Hydra's grammar wants it."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return "'" + quoted.replace("${", "\\${") + "'"
 
 
 def _check_same(folder: Path, config: Config, out: Path) -> None:
