@@ -150,7 +150,8 @@ class TestPlanning:
         run.folder.mkdir(parents=True)
         save_config(run.config, run.folder / "config.yaml")
         (tmp_path / "here").rename(tmp_path / "there")
-        plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path / "there")
+        again = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path / "there")[0]
+        assert again.folder == tmp_path / "there" / "tree" / "seed-0"
 
     def test_folders_tell_cells_apart(self):
         texts = ["tree", "tree tree.w=3", "tree tree.w=4", "tree  tree.w=3", "x" * 200, "x" * 201, "tree_tree.w_3"]
