@@ -43,20 +43,19 @@ def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     return plans.PLANS[config.tree.plan](schedule, kernel, epoch, **knobs)
 
 
-def window_positions(config: Config) -> int:
+def window_positions(config: Config, schedule: Schedule) -> int:
     """How many places the plan's moving window has; 1 where none moves."""
     tree = config.tree
     size = {"tree": tree.w, "mix": tree.w, "branch": tree.mix_sde_window if tree.mix_ode_sde else None}.get(tree.plan)
     if size is None:
         return 1
-    schedule = model_class(config).grid(config, config.sample.num_steps)
     key = "tree.mix_sde_window" if tree.plan == "branch" else "tree.w"
     return plans.window_positions(schedule, kernel_of(config), eta_of(config), size, key)
 
 
 def window_of(config: Config, plan: Plan, epoch: int) -> int:
     """Where the moving window stands; without one, the first stochastic step."""
-    positions = window_positions(config)
+    positions = window_positions(config, plan.schedule.head(config.sample.num_steps))
     if positions == 1:
         return int(plan.step[plan.stochastic].min())
     return window_start(epoch, config.tree.s, config.tree.tou, positions)
@@ -102,7 +101,7 @@ def places(config: Config) -> list[tuple[int, Plan]]:
     (epoch // tou) modulo their count.
     """
     schedule = model_class(config).grid(config, config.sample.num_steps)
-    positions = window_positions(config)
+    positions = window_positions(config, schedule)
     visited = positions // math.gcd(positions, config.tree.s)
     epochs = [move * config.tree.tou for move in range(visited)]
     return [(epoch, make_plan(config, schedule, epoch)) for epoch in epochs]

@@ -59,6 +59,10 @@ class Schedule:
         sigma = torch.sqrt(1 - grid)
         return cls(sigma[:-1], sigma[1:], torch.tensor(timesteps, dtype=torch.float64), prediction)
 
+    def head(self, steps: int) -> "Schedule":
+        """The first rows: without a tail's, if there are any."""
+        return Schedule(self.sigma[:steps], self.sigma_next[:steps], self.timestep[:steps], self.prediction)
+
     def strided(self, start: int, steps: int) -> "Schedule":
         """From level `start` to the end in fewer, longer steps.
 
