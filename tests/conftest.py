@@ -1,4 +1,6 @@
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ from jaxtyping import install_import_hook
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The tests hold the engine to exact numbers, which is a CPU's business; what needs a GPU has its own marker.
 os.environ.setdefault("ACCELERATE_USE_CPU", "1")
+# What a test encodes is no other's, and not the user's.
+os.environ["ARBORL_CACHE"] = tempfile.mkdtemp(prefix="arborl-test-cache-")
 # Two workers share the machine, and small tensors gain nothing from threads. Must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines advertise AMX and trap on its instructions, which ends Python at the first bf16 product.
@@ -38,6 +42,7 @@ from arborl.config.schema import Config  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
 from arborl.scenes import FOLDER  # noqa: E402
 from arborl.scenes.grammar import split  # noqa: E402
+from bench.pipelines import build  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -70,6 +75,52 @@ def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
         "sample.num_prompts=2",
         "tree.w=3",
         "eval.num_prompts=4",
+    ]
+
+
+TINY = {
+    "sd3": ["sample.resolution=16", "model.max_sequence_length=4"],
+    "flux": [
+        "sample.resolution=16",
+        "sample.width=24",
+        "sample.num_steps=8",  # its shift is smaller for small pictures
+        "model.max_sequence_length=4",
+        "sample.guidance_scale=3.5",
+    ],
+    "wan": ["sample.resolution=16", "sample.width=32", "sample.num_frames=5", "model.max_sequence_length=4"],
+    "sd": ["sample.resolution=16", "sample.width=24"],
+    "sdxl": ["sample.resolution=16", "sample.width=24"],
+}
+"""Each family of diffusers pipelines, and what makes a picture of it tiny."""
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A real pipeline of a family with tiny random weights, built once."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str, **options: object) -> Path:
+        name = "-".join([family, *map(str, options.values())])
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("pipelines") / name
+            build(family, **options).save_pretrained(folders[name])
+        return folders[name]
+
+    return folder
+
+
+def tiny_overrides(family: str, folder: Path) -> list[str]:
+    """A family's tiny pipeline by its folder alone, with as little of everything as teaches."""
+    return [
+        f"model.path={folder}",
+        "model.lora.rank=4",
+        "rewards=brightness",
+        "sample.num_steps=5",
+        "sample.num_prompts=2",
+        "tree.w=2",
+        "eval.num_prompts=2",
+        "log.trackers=[]",
+        *TINY[family],
     ]
 
 

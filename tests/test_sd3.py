@@ -1,4 +1,4 @@
-"""The SD3 family against diffusers' own pipeline, and the model contract over every family."""
+"""The SD3 family on a trained pipeline without T5: guidance, grids, references, checkpointing."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from arborl.models import load_model, model_class
 from arborl.models.sd3 import SD3Model
 from arborl.prompts import Prompts
 
-from conftest import CPU, make
+from conftest import CPU, make, tiny_overrides
 
 TEXTS = ["a large red circle at the left on a blue background", "red house", "a dog"]
 
@@ -56,79 +56,15 @@ def test_the_family_is_read_from_the_folder(sd3_overrides):
     assert model_class(load_config("mixture", [*sd3_overrides, "model.family=auto"])) is SD3Model
 
 
-def test_a_t5_needs_tokens(sd3_overrides, pipeline, monkeypatch: pytest.MonkeyPatch):
-    t5 = torch.nn.Linear(1, 1)
-    t5.dtype = torch.float32  # as every model of transformers has it
-    monkeypatch.setattr(pipeline, "text_encoder_3", t5)
-    monkeypatch.setattr("arborl.models.sd3.load_pipeline", lambda *_: pipeline)
+def test_a_t5_needs_tokens(tiny_folder):
     with pytest.raises(InputError, match=r"model.max_sequence_length=0: .*T5"):
-        make([*sd3_overrides, "model.max_sequence_length=0"])
+        make([*tiny_overrides("sd3", tiny_folder("sd3")), "model.max_sequence_length=0"], "tree")
 
 
 @pytest.mark.parametrize("resolution", [40, 4096])
 def test_a_resolution_the_model_cannot_take(sd3_overrides, resolution: int):
     with pytest.raises(InputError, match=rf"sample.resolution={resolution}.*16\.\.64"):
         make([*sd3_overrides, f"sample.resolution={resolution}"])
-
-
-FAMILIES = ["mixture", "sd3"]
-
-
-@pytest.fixture(params=FAMILIES)
-def any_model(request: pytest.FixtureRequest):
-    overrides = request.getfixturevalue("sd3_overrides") if request.param == "sd3" else []
-    return make([*overrides, "model.train=lora", "model.lora.rank=4"])[1]
-
-
-class TestEveryFamily:
-    """The contract of `Model`."""
-
-    def test_latents_and_pictures(self, any_model):
-        x = any_model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]]))
-        assert x.shape == (2, *any_model.latent_shape)
-        assert x.dtype == torch.float32
-        pictures = any_model.decode(x)
-        assert pictures.ndim == 4
-        assert pictures.shape[:2] == (2, 3)
-        assert 0 <= float(pictures.min()) <= float(pictures.max()) <= 1
-
-    def test_conditioning_is_gathered_by_index(self, any_model):
-        cond = any_model.encode(["a dot at the top left", "red house", "a dog"])
-        assert len(cond) == 3
-        picked = cond[torch.tensor([2, 0, 2, 1])]
-        for name, tensor in cond.tensors.items():
-            assert torch.equal(picked.tensors[name], tensor[[2, 0, 2, 1]])
-
-    @torch.no_grad()
-    def test_every_sample_has_its_own_timestep_and_prompt(self, any_model):
-        x = any_model.noise(fold(0, 0), torch.tensor([[i, 0, 0] for i in range(3)]))
-        t, cond = torch.tensor([990.0, 500.0, 123.4]), any_model.encode(["a dot at the top left", "red house", "a dog"])
-        together = any_model.predict(x, t, cond)
-        assert together.dtype == torch.float32
-        for i in range(3):
-            one = slice(i, i + 1)
-            torch.testing.assert_close(
-                any_model.predict(x[one], t[one], cond[one]), together[one], rtol=1e-4, atol=1e-5
-            )
-
-    @torch.no_grad()
-    def test_a_fresh_adapter_changes_nothing_and_off_is_the_base_bit_for_bit(self, any_model):
-        x = any_model.noise(fold(0, 0), torch.tensor([[0, 0, 0]]))
-        t, cond = torch.tensor([700.0]), any_model.encode(["a dog"])
-        before = any_model.predict(x, t, cond)
-        with any_model.reference():
-            assert torch.equal(any_model.predict(x, t, cond), before)
-        for parameter in any_model.module.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3)
-        with any_model.reference():
-            assert torch.equal(any_model.predict(x, t, cond), before)
-        assert not torch.equal(any_model.predict(x, t, cond), before)
-
-    def test_trained_weights_are_float32(self, any_model):
-        trained = [p for p in any_model.module.parameters() if p.requires_grad]
-        assert trained
-        assert all(p.dtype == torch.float32 for p in trained)
 
 
 def test_full_fine_tune_has_a_frozen_reference(sd3_overrides):

@@ -76,13 +76,14 @@ def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> 
     Example: arborl plan tree.w=3 tree.k=3 sample.num_steps=20
     """
     from .plan import forecast, warnings_about
+    from .show import print_plan
 
     config = load_config(config_name or "tree", overrides)
     found = forecast(config)
     if as_json:
         click.echo(json.dumps(found))
         return
-    _print_plan(config, found)
+    print_plan(config, found, out)
     for text in warnings_about(config):
         click.echo(f"warning: {text}", err=True)
 
@@ -125,40 +126,43 @@ def sample(
     Example: arborl sample -p "a large red circle at the left on a blue background" -n 8 --run runs/tree-1
     """
     import torch
-    from PIL import Image
 
-    from .draw import sheet
+    from .draw import save_picture, sheet
     from .evaluate import generate, noise_of_seeds
     from .inputs import heldout_prompts
+    from .models import model_class
     from .prompts import Prompts, load_prompts
-    from .record import as_bytes
+    from .record import as_bytes, stills
 
     config = _config_of(run, config_name, overrides)
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
-    model = _load(config, run)
     if prompt or config.prompts.path:
         prompts = Prompts([*prompt], {}) if prompt else load_prompts(config.prompts.path)
         count = count or len(prompts)
     else:
-        prompts = heldout_prompts(config, type(model))
+        prompts = heldout_prompts(config, model_class(config))
         count = count or min(16, len(prompts))
     prompts = prompts.take([i % len(prompts) for i in range(count)])
+    model = _load(config, run, prompts.texts)
     seeds = [config.seed + i for i in range(count)]
     with Console(stderr=True).status(f"{count} pictures"):
         noise = noise_of_seeds(seeds, model.latent_shape)
         leaves = generate(model, prompts, torch.arange(count), config, noise)[:, 0]
         pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
-    for i, picture in enumerate(pictures):
-        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(to / f"{i:05d}.png")
-    rows = [{"file": f"{i:05d}.png", "prompt": prompts.texts[i], "seed": seed} for i, seed in enumerate(seeds)]
+    files = [save_picture(picture, to / f"{i:05d}") for i, picture in enumerate(pictures)]
+    rows = [
+        {"file": file.name, "prompt": text, "seed": seed}
+        for file, text, seed in zip(files, prompts.texts, seeds, strict=True)
+    ]
     (to / "index.jsonl").write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
-    sheet(pictures[:64], prompts.texts[:64], to / "sheet.png")
-    out.print(f"{to}: {len(pictures)} picture(s), sheet.png, and index.jsonl with their prompts")
+    sheet(stills(pictures)[:64], prompts.texts[:64], to / "sheet.png")
+    kind = "picture" if pictures.ndim == 4 else "video"
+    out.print(f"{to}: {len(pictures)} {kind}(s), sheet.png, and index.jsonl with their prompts")
 
 
 @app.command("eval")
@@ -175,12 +179,13 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     """
     from .evaluate import evaluate
     from .inputs import heldout_prompts
+    from .models import model_class
     from .rewards import load_rewards
 
     config = _config_of(run, config_name, overrides)
     rewards = load_rewards(config.rewards, config.advantage.combine)
-    model = _load(config, run)
-    prompts = heldout_prompts(config, type(model))
+    prompts = heldout_prompts(config, model_class(config))
+    model = _load(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
     if as_json:
@@ -194,6 +199,71 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     for name, mean in found.mean.items():
         table.add_row(name, f"{mean:.4f}", f"{found.stderr[name]:.4f}")
     out.print(table)
+
+
+@app.command("embed")
+@click.argument("prompts", type=click.Path(path_type=Path), metavar="PROMPTS")
+@overrides_argument
+@config_option
+def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | None) -> None:
+    """Encode a file of prompts ahead of training.
+
+    With the text encoders of the configured model, into prompts.cache. Interrupt it at any time: the same command goes
+    on where it stopped. Training does this too, for the prompts it needs.
+
+    Example: arborl embed prompts.txt model=sd35_medium
+    """
+    from .embed import embed
+    from .job import start_accelerator
+    from .prompts import load_prompts
+
+    config = load_config(config_name or "tree", overrides)
+    texts = load_prompts(str(prompts), key="PROMPTS").texts
+    accelerator = start_accelerator(config)
+    try:
+        found = embed(config, texts, accelerator)
+    except KeyboardInterrupt:
+        click.echo("stopped; what was encoded is kept, and the same command goes on", err=True)
+        sys.exit(130)
+    if found is None:
+        raise InputError(
+            "prompts.cache", config.prompts.cache, "this model encodes its prompts on the spot", "a folder"
+        )
+    if accelerator.is_main_process:
+        out.print(str(found), soft_wrap=True)
+
+
+@app.command("export")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.argument("to", type=click.Path(path_type=Path), metavar="OUT")
+@overrides_argument
+@click.option(
+    "--ema/--no-ema", "average", default=None, help="Averaged weights or the last.  [default: averaged, if kept]"
+)
+@click.option("--merge", is_flag=True, help="Write a pipeline with the LoRA in its weights, not the LoRA.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Precision of a pipeline's trained part.",
+)
+def export_command(
+    run: Path, to: Path, overrides: tuple[str, ...], average: bool | None, merge: bool, dtype: str
+) -> None:
+    """Write a run's weights for diffusers and ComfyUI.
+
+    Of its newest checkpoint, or of the one RUN names: a LoRA, or after a full fine-tune the pipeline. Then loads it
+    with plain diffusers and compares a picture with the trainer's own; nothing is written that does not pass.
+
+    Example: arborl export runs/tree-1 my-lora
+    """
+    from .export import export
+
+    config = _config_of(run, None, overrides)
+    export(
+        config, _checkpoint(run), to, average, merge, dtype, lambda text: out.print(text, soft_wrap=True, markup=False)
+    )
 
 
 @app.command()
@@ -280,68 +350,31 @@ def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     return (path.parent.parent, path) if (path / "state.json").is_file() else (path, None)
 
 
-def _load(config: Config, run: Path | None) -> Any:
+def _checkpoint(run: Path) -> Path:
+    """A run's newest checkpoint, or the one that is named."""
+    from .checkpoint import latest
+
+    folder, checkpoint = _run_and_checkpoint(run)
+    checkpoint = checkpoint or latest(folder)
+    if checkpoint is None:
+        raise InputError("run", run, "has no checkpoint yet")
+    return checkpoint
+
+
+def _load(config: Config, run: Path | None, texts: Sequence[str]) -> Any:
     """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
-    from .checkpoint import latest, load_weights, trainable, weights_of
+    from .checkpoint import load_weights, trainable, weights_of
+    from .embed import embed
     from .job import start_accelerator
     from .models import load_model
 
     accelerator = start_accelerator(config)
+    embed(config, texts, accelerator)
     model = load_model(config, accelerator.device)
     if run is not None:
-        folder, checkpoint = _run_and_checkpoint(run)
-        checkpoint = checkpoint or latest(folder)
-        if checkpoint is None:
-            raise InputError("run", run, "has no checkpoint yet")
-        load_weights(trainable(model.module), weights_of(checkpoint))
+        load_weights(trainable(model.module), weights_of(_checkpoint(run)))
     model.module = accelerator.prepare(model.module)
     return model
-
-
-def _print_plan(config: Config, found: dict[str, Any]) -> None:
-    import torch
-
-    from .core.prune import Pruning, prune
-    from .draw import profile, sketch
-    from .plan import BACKWARD_COST, plans_of_a_run, pruning
-
-    plans = plans_of_a_run(config)
-    first, prompts = plans[0][1], config.sample.num_prompts
-    if len(first.leaves) // first.roots <= 32:
-        out.print(
-            f"One of {first.roots} tree(s) a prompt; ═ stochastic, ─ ODE:", *sketch(first), sep="\n", markup=False
-        )
-    table = Table("window", box=None, title_justify="left")
-    table.add_column("steps and leaves", no_wrap=True)
-    for name in ("forwards", "forward+backwards", "cost", "flat / this"):
-        table.add_column(name, justify="right")
-    flat_cost = found["flat"]["forwards"] + BACKWARD_COST * found["flat"]["forward_backwards"]
-    for position, (start, shape) in zip(found["positions"], plans, strict=True):
-        cost = position["forwards"] + BACKWARD_COST * position["forward_backwards"]
-        cells = [position["forwards"], position["forward_backwards"], cost]
-        table.add_row(str(start), profile(shape), *map(str, cells), f"{flat_cost / cost:.2f}")
-    flat_profile = "●" + "~" * (config.sample.num_steps - 1) + f"- {len(first.leaves)}"
-    cells = [found["flat"]["forwards"], found["flat"]["forward_backwards"], flat_cost]
-    table.add_row("flat", flat_profile, *map(str, cells), "1.00")
-    out.print(table)
-    out.print("  < branches, ~ noise only, - ODE; flat: separate trajectories, trained at every step but the last\n")
-    out.print(
-        f"Per process and epoch: {found['images']} images, {found['training_samples']} training samples "
-        f"({prompts} prompts). A forward costs 1, a forward+backward {BACKWARD_COST}.\n"
-        f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
-        "window's places."
-    )
-    pruned = pruning(config, first, 0)
-    if pruned != Pruning():
-        kept = prune(first, torch.arange(first.edges).double()[None], pruned)
-        out.print(
-            f"Pruned at the first epoch: {int(first.stochastic.sum() - kept.sum())} of {int(first.stochastic.sum())} "
-            f"stochastic edges a prompt are not trained."
-        )
-    if config.train.kl > 0:
-        out.print(
-            f"train.kl={config.train.kl} adds {found['training_samples']} forwards of the reference, not counted here."
-        )
 
 
 def _number(value: float) -> float | None:

@@ -201,3 +201,15 @@ def interleave(sheets: list[Path], names: list[str], path: Path) -> None:
             y += row + title
         y += 2 * MARGIN
     canvas.save(path)
+
+
+def save_picture(picture: Tensor, stem: Path, frames_a_second: int = 16) -> Path:
+    """A picture (uint8, 3×H×W) as PNG; a video (F×3×H×W) as animated WebP, which browsers play."""
+    frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in picture.view(-1, *picture.shape[-3:])]
+    path = stem.with_suffix(".png" if picture.ndim == 3 else ".webp")
+    if picture.ndim == 3:
+        frames[0].save(path)
+    else:
+        pause = round(1000 / frames_a_second)
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=pause, loop=0, quality=90)
+    return path

@@ -17,7 +17,7 @@ from .core.noise import fold
 from .core.tree import deterministic
 from .models.base import Model
 from .prompts import Prompts
-from .record import as_bytes
+from .record import as_bytes, stills
 from .rewards.base import Rewards, Scores
 from .rollout import rollout
 
@@ -52,7 +52,7 @@ def decode_and_score(
         for name, values in found.items():
             parts.setdefault(name, []).append(values)
         if index[0] < keep_pictures:
-            pictures.append(as_bytes(images)[: keep_pictures - index[0]])
+            pictures.append(as_bytes(stills(images))[: keep_pictures - index[0]])
     scores = rewards.combine({name: torch.cat(values).view(-1, count) for name, values in parts.items()})
     return scores, torch.cat(pictures) if pictures else torch.empty(0, 3, 1, 1, dtype=torch.uint8)
 

@@ -57,7 +57,8 @@ def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
 def probe(model: Model, rewards: Rewards, prompts: Prompts) -> None:
     """Score two pictures of pure noise, so that a reward that does not keep its contract is known before the run."""
     two = prompts.take([0, len(prompts) - 1])
-    pictures = model.decode(model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device)))
+    noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device))
+    pictures = torch.cat([model.decode(part) for part in noise.split(model.config.sample.decode_batch_size)])
     if not pictures.isfinite().all():
         raise RuntimeError("the decoder returned pictures that are not finite")
     rewards(pictures, two.texts, two.columns)

@@ -30,6 +30,7 @@ from .core.advantage import advantages
 from .core.errors import InputError
 from .core.tree import Plan
 from .draw import draw_tree, interleave, sheet
+from .embed import embed, texts_of_a_run
 from .evaluate import Evaluation, decode_and_score, evaluate
 from .inputs import load_inputs, probe
 from .models import Model, load_model
@@ -145,7 +146,7 @@ class Job:
             "steps_broken": stats.broken,
             "window": window_of(self.config, plan, state.epoch),
         }
-        self._check(metrics)
+        self._check(metrics, stats)
         state.epoch += 1
         state.forwards += plan.forwards * len(advantage) * ranks
         state.forwards += int(parents) if with_kl else 0  # the reference's
@@ -164,8 +165,10 @@ class Job:
             values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
         return values
 
-    def _check(self, metrics: dict[str, float]) -> None:
-        """Say once what should not be: a first update whose densities are not the rollout's; broken gradients."""
+    def _check(self, metrics: dict[str, float], stats: Stats) -> None:
+        """Say once what should not be: a first update whose densities are not the rollout's; weights that no gradient
+        reaches; broken gradients.
+        """
         if metrics["reward"] != metrics["reward"]:
             self.run.warn_once("no leaf got a score this epoch, so nothing was trained: the reward answered NaN alone")
         elif not metrics["steps"]:
@@ -175,6 +178,12 @@ class Job:
         if self.ratio_checked or not metrics["steps"]:
             return
         self.ratio_checked = True
+        if stats.unreached:
+            some = ", ".join(stats.unreached[:4]) + (", …" if len(stats.unreached) > 4 else "")
+            self.run.warn_once(
+                f"no gradient reached {len(stats.unreached)} of {stats.groups} groups of trained weights at the first "
+                f"update, so they stay as they are: {some}"
+            )
         single = all(p.dtype == torch.float32 for p in self.model.module.parameters())
         bound = RATIO_BOUND if single and self.accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
         if not metrics["ratio_error"] <= bound:
@@ -303,6 +312,8 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         # Buffers never change here, and a rank may be ahead of another inside a rollout.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    # Before the model: a large text encoder and what is trained need not fit into memory together.
+    encoded = embed(config, texts_of_a_run(config, prompts, held_out, accelerator.num_processes), accelerator)
     model = load_model(config, accelerator.device)
     probe(model, rewards, prompts)
     parameters = trainable(model.module)
@@ -333,6 +344,8 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
     changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
     run = log.Run(config, accelerator, resume, state.epoch)
+    if encoded:
+        run.say(str(encoded))
     for text in changed:
         run.say(f"changed from epoch {state.epoch} on: {text}")
     for text in warnings_about(config):

@@ -12,6 +12,16 @@ from torch import Tensor
 from .core.errors import InputError
 
 
+def _shipped(name: str) -> tuple[str, ...]:
+    """A list that comes with the package."""
+    return tuple((Path(__file__).parent / "data" / f"{name}.txt").read_text(encoding="utf-8").splitlines())
+
+
+PICTURES, HELDOUT_PICTURES = _shipped("pictures"), _shipped("pictures_heldout")
+VIDEOS, HELDOUT_VIDEOS = _shipped("videos"), _shipped("videos_heldout")
+"""What models that bring no prompts of their own are trained and evaluated on, where no file is named."""
+
+
 @dataclass(frozen=True)
 class Prompts:
     """Texts and the further columns of their file, index by index."""
@@ -75,6 +85,16 @@ def epoch_indices(total: int, per_epoch: int, epoch: int, seed: int) -> list[int
         indices += taken
         position += len(taken)
     return indices
+
+
+def epochs_indices(total: int, per_epoch: int, epochs: range, seed: int) -> list[int]:
+    """The prompts that some epochs see between them, each once."""
+    seen: dict[int, None] = {}
+    for epoch in epochs:
+        seen |= dict.fromkeys(epoch_indices(total, per_epoch, epoch, seed))
+        if len(seen) == total:
+            break
+    return list(seen)
 
 
 def _shuffled(total: int, seed: int, turn: int) -> Tensor:

@@ -83,7 +83,7 @@ class RecordedTree:
         }
         stem.parent.mkdir(parents=True, exist_ok=True)
         aside = stem.with_suffix(".safetensors.tmp")
-        save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, aside)
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
         aside.replace(stem.with_suffix(".safetensors"))
         aside = stem.with_suffix(".json.tmp")
         aside.write_text(json.dumps(head, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -109,9 +109,14 @@ class RecordedTree:
         return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
 
 
-def as_bytes(pictures: Float[Tensor, "n 3 height width"]) -> Tensor:
-    """Pictures in [0, 1] as uint8, rounded."""
+def as_bytes(pictures: Float[Tensor, "n *picture"]) -> Tensor:
+    """Pictures or videos in [0, 1] as uint8, rounded."""
     return (pictures * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+def stills(pictures: Float[Tensor, "n *picture"]) -> Float[Tensor, "n 3 height width"]:
+    """Pictures as they are; of videos the frame in the middle."""
+    return pictures if pictures.ndim == 4 else pictures[:, pictures.shape[1] // 2]
 
 
 PREVIEW = 192
@@ -123,7 +128,7 @@ def previews(model: Model, latents: Float[Tensor, "n *latent"], batch_size: int)
     """Small pictures (uint8) of some latents, decoded a few at a time."""
     small: list[Tensor] = []
     for part in latents.split(batch_size):
-        pictures = model.decode(part)
+        pictures = stills(model.decode(part))
         scale = PREVIEW / max(pictures.shape[-2:])
         if scale < 1:
             pictures = functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)

@@ -1,6 +1,8 @@
 """Record + advantages + mask -> optimizer steps. One forward at a parent trains all its kept children."""
 
 import math
+import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,7 +10,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from .batches import batches
 from .checkpoint import State
@@ -37,6 +39,8 @@ class Stats:
     steps: int = 0
     skipped: int = 0  # no edge had an advantage
     broken: int = 0  # the gradient was not finite
+    groups: int = 0  # of trained weights: those of one kind of layer, wherever it stands
+    unreached: list[str] = field(default_factory=list)  # the groups without a gradient in the first step
 
     def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
@@ -94,6 +98,9 @@ def update(
                     loss = _idle_loss(model, record)
                 # DDP averages gradients over the ranks; the loss is a mean over the edges of all of them.
                 accelerator.backward(loss * (accelerator.num_processes / count))
+        if stats.steps == 0:
+            reached = gradients_by_group(state.parameters)
+            stats.groups, stats.unreached = len(reached), [name for name, found in reached.items() if not found]
         norm = float(accelerator.clip_grad_norm_(state.parameters.values(), train.max_grad_norm) or 0.0)
         stats.grad_norm = norm if norm != norm else max(stats.grad_norm, norm)
         if math.isfinite(norm):
@@ -104,6 +111,23 @@ def update(
             stats.broken += 1
         state.optimizer.zero_grad(set_to_none=True)
     return stats
+
+
+def gradients_by_group(parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
+    """Whether a gradient other than zero has reached each kind of layer.
+
+    Both halves of an adapter belong together, as one starts at zero and so gives the other no gradient at first; and
+    so do a layer's copies in all blocks, as a last block may well have parts that lead nowhere.
+    """
+    named = [(name, p.grad) for name, p in parameters.items()]
+    sizes = torch._foreach_norm([grad for _, grad in named if grad is not None], float("inf"))
+    found = iter(torch.stack([size.float() for size in sizes]).tolist() if sizes else [])
+    reached: dict[str, bool] = {}
+    for name, grad in named:
+        group = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", re.sub(r"\.lora_[AB]\..*", "", name))
+        size = 0.0 if grad is None else next(found)
+        reached[group] = reached.get(group, False) or size != 0  # not finite is told elsewhere
+    return reached
 
 
 def _loss(

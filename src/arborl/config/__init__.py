@@ -52,11 +52,16 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
 def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
     folder, name, search = _locate(name)
+    given = {_check_override(text).key_or_group: text for text in overrides}
     chosen = [text for text in overrides if _check_override(text).key_or_group in groups()]
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         try:
             composed = compose(config_name=name, overrides=[*search, *chosen])
+            if "model.path" in given and not given.keys() & {"model", "model.family"}:
+                family = _family_at(str(_parse(given["model.path"]).value()))
+                if family != composed.model.family:  # another kind than the preset's: with settings of its own
+                    composed = compose(config_name=name, overrides=[*search, *chosen, f"model={family}"])
             composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
             # Single keys come last, on the whole schema: a reward's name is the user's own, a preset may lack parts.
             for text in overrides:
@@ -96,6 +101,13 @@ def _locate(name: str) -> tuple[Path, str, list[str]]:
     if name not in presets():
         raise InputError("--config-name", name, f"no such preset{_nearest(name, presets())}", ", ".join(presets()))
     return FOLDER, name, []
+
+
+def _family_at(path: str) -> str:
+    """The family of the pipeline at a path; its settings are in the group `model` under that name."""
+    from ..models import family_of
+
+    return family_of(path)
 
 
 def _parse(text: str) -> Override:

@@ -34,8 +34,8 @@ class LoraConfig:
 class ModelConfig:
     family: str = knob(
         "auto",
-        "Which class drives the model: mixture, scenes, sd3, package.module:Class of your own, or auto, "
-        "which reads the pipeline's model_index.json.",
+        "Which class drives the model: scenes, sd3, flux, wan, sd, sdxl, mixture, package.module:Class of your own, or "
+        "auto, which reads the pipeline's model_index.json.",
     )
     path: str = knob("", "Folder of a diffusers pipeline, or a hub id.")
     train: str = knob("lora", "What is trained: a low-rank adapter, or every weight.", choices=("lora", "full"))
@@ -45,7 +45,9 @@ class ModelConfig:
         "Precision of frozen weights; auto is bfloat16 on a GPU and float32 on a CPU.",
         choices=("auto", "float32", "bfloat16"),
     )
-    max_sequence_length: int = knob(256, "Text tokens given to T5 (and zero tokens added where there is no T5).", low=0)
+    max_sequence_length: int = knob(
+        256, "Text tokens given to T5, for models that have one (SD3 without its T5 adds as many zero tokens).", low=0
+    )
 
 
 @dataclass
@@ -55,6 +57,12 @@ class PromptsConfig:
         "Prompt file: one a line, or JSONL with `prompt` and further columns for rewards. "
         "Empty takes the model's own list.",
     )
+    cache: str = knob(
+        "auto",
+        "Folder where encoded prompts are kept, so that text encoders need not stay in memory; auto is "
+        "arborl/embeddings in the user's cache folder, none encodes anew each epoch.",
+    )
+    batch_size: int = knob(16, "Prompts encoded at a time.", low=1)
 
 
 @dataclass
@@ -69,15 +77,24 @@ class SampleConfig:
         "Noise levels of a flow: shift·t/(1+(shift-1)t) on an even grid, or the pipeline scheduler's own.",
         choices=("shift", "pipeline"),
     )
-    shift: float = knob(3.0, "The shift of that grid.", above=0)
+    shift: float | None = knob(
+        None,
+        "The shift of that grid; null takes the pipeline's own (FLUX's grows with the picture), 3 where there is none.",
+        above=0,
+    )
     tail_solver: str = knob(
         "euler",
         "How the steps after the last stochastic one are taken: Euler, or DPM-Solver++(2M), which needs fewer.",
         choices=("euler", "dpmpp_2m"),
     )
     tail_steps: int = knob(0, "In how many steps, at most; 0 takes those of the schedule.", low=0)
-    guidance_scale: float = knob(1.0, "Classifier-free guidance; 1 is off.", low=1)
-    resolution: int = knob(512, "Height and width of the pictures, for models that have a choice.", low=8)
+    guidance_scale: float = knob(
+        1.0, "Classifier-free guidance, 1 is off; the value a guidance-distilled model (FLUX.1-dev) is given.", low=1
+    )
+    negative_prompt: str = knob("", "What classifier-free guidance leads away from.")
+    resolution: int = knob(512, "Height of the pictures in pixels, and their width where sample.width is null.", low=8)
+    width: int | None = knob(None, "Width of the pictures; null makes them square.", low=8)
+    num_frames: int = knob(1, "Frames of a video; 1 for models that make pictures.", low=1)
     batch_size: int = knob(16, "Latents per model call while sampling.", low=1)
     decode_batch_size: int = knob(8, "Pictures decoded and scored at a time.", low=1)
     pad_batches: bool = knob(False, "Fill every model call up to the same shape (bitwise ratio 1; one compiled graph).")

@@ -1,41 +1,46 @@
 """Models by family."""
 
-from pathlib import Path
-
 import torch
 
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..imports import find
-from .base import Cond, Model, read_index
+from .base import Cond, Model
+from .source import Source
 
-__all__ = ["Cond", "Model", "load_model", "model_class"]
+__all__ = ["Cond", "Model", "family_of", "load_model", "model_class"]
 
 FAMILIES = {
     "mixture": "arborl.models.mixture:MixtureModel",
     "scenes": "arborl.scenes.model:ScenesModel",
     "sd3": "arborl.models.sd3:SD3Model",
+    "flux": "arborl.models.flux:FluxModel",
+    "wan": "arborl.models.wan:WanModel",
+    "sd": "arborl.models.sd:SDModel",
+    "sdxl": "arborl.models.sdxl:SDXLModel",
 }
-PIPELINES = {"StableDiffusion3Pipeline": "sd3"}
+PIPELINES = {
+    "StableDiffusion3Pipeline": "sd3",
+    "FluxPipeline": "flux",
+    "WanPipeline": "wan",
+    "StableDiffusionPipeline": "sd",
+    "StableDiffusionXLPipeline": "sdxl",
+}
+"""Which family drives a pipeline. Each has settings of its own in the group `model` under the same name."""
 
 
 def model_class(config: Config) -> type[Model]:
     """The class that drives the configured model: named, or told by the pipeline's own index."""
-    family = config.model.family if config.model.family != "auto" else _family_of_folder(config.model.path)
+    family = config.model.family if config.model.family != "auto" else family_of(config.model.path)
     found = find("model.family", FAMILIES.get(family, family), ["auto", *FAMILIES])
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise InputError("model.family", family, "is not a subclass of arborl.models.Model")
     return found
 
 
-def _family_of_folder(path: str) -> str:
-    index = Path(path) / "model_index.json"
-    if not path or not index.is_file():
-        problem = "no model_index.json there to tell the family by"
-        raise InputError(
-            "model.path", path or None, problem, f"a pipeline's folder, or model.family={'|'.join(FAMILIES)}"
-        )
-    name = read_index(index).get("_class_name")
+def family_of(path: str) -> str:
+    """The family of a pipeline in a folder or on the hub, by its own index."""
+    name = Source(path).index.get("_class_name")
     if name not in PIPELINES:
         raise InputError("model.path", path, f"a {name} is not supported", ", ".join(PIPELINES))
     return PIPELINES[name]

@@ -1,13 +1,11 @@
 """What the engine asks of a model, and what all models share."""
 
 import copy
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +16,7 @@ from ..core.errors import InputError
 from ..core.noise import Key, normal
 from ..core.schedule import Schedule, shifted
 from . import lora
+from .embeddings import Embeddings
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class Model(ABC):
 
     diffusion: ClassVar[bool] = False
     """Whether it predicts noise (or v) on a variance-preserving schedule, and not a flow's velocity."""
+    video: ClassVar[bool] = False
+    """Whether `decode` gives videos."""
     default_path: ClassVar[str] = ""
     """Where the weights lie if `model.path` does not say."""
     default_prompts: ClassVar[Sequence[str]] = ()
@@ -66,8 +67,8 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n 3 height width"]:
-        """Latents to pictures in [0, 1]."""
+    def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *picture"]:
+        """Latents to pictures in [0, 1], N×3×H×W, or to videos, N×F×3×H×W."""
 
     def noise(self, key: Key, address: Int[Tensor, "n 3"]) -> Float[Tensor, "n *latent"]:
         """The latents a trajectory starts from, one for each (prompt, tree, node)."""
@@ -80,8 +81,13 @@ class Model(ABC):
         A shift is a flow's; a diffusion model has its own scheduler's steps.
         """
         if config.sample.sigmas == "shift" and not cls.diffusion:
-            return shifted(steps, config.sample.shift)
+            return shifted(steps, cls.own_shift(config) if config.sample.shift is None else config.sample.shift)
         return cls.pipeline_grid(config, steps)
+
+    @classmethod
+    def own_shift(cls, config: Config) -> float:
+        """The shift this model is meant to be sampled with."""
+        return 3.0
 
     @classmethod
     def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
@@ -92,9 +98,16 @@ class Model(ABC):
     def path(cls, config: Config) -> str:
         return config.model.path or cls.default_path
 
-    @classmethod  # noqa: B027 (most families have nothing to check)
+    @classmethod
     def check(cls, config: Config, may_fetch: bool) -> None:
         """Raise an `InputError` for what is known to be missing or wrong before weights are loaded (or fetched)."""
+        if config.sample.num_frames != 1 and not cls.video:
+            raise InputError("sample.num_frames", config.sample.num_frames, "this model makes pictures, no videos", "1")
+
+    @classmethod
+    def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
+        """Where prompts are encoded beforehand and kept; None for a family that encodes them on the spot."""
+        return None
 
     def schedule(self, steps: int) -> Schedule:
         return self.grid(self.config, steps)
@@ -128,24 +141,3 @@ class Model(ABC):
             yield
         finally:
             self.module = trained
-
-
-def dtypes(config: Config, device: torch.device) -> dict[str, torch.dtype]:
-    """The precision to load each part of a pipeline in.
-
-    The VAE stays in float32: half precision leaves bands in pictures, and rewards see them. So do weights that are
-    trained: bfloat16 would round the checkpoint before the first step.
-    """
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    frozen = auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    trained = torch.float32 if config.model.train == "full" else frozen
-    return {"default": frozen, "transformer": trained, "vae": torch.float32}
-
-
-def read_index(path: Path) -> dict[str, Any]:
-    """A pipeline's model_index.json."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError("model.path", path.parent, f"its model_index.json cannot be read ({error})") from None
-    return index if isinstance(index, dict) else {}

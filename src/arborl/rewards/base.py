@@ -15,7 +15,8 @@ from ..imports import find
 
 Columns = Mapping[str, Sequence[object]]
 Reward = Callable[[Tensor, Sequence[str], Columns], Tensor | Mapping[str, Tensor]]
-"""(pictures N×3×H×W in [0,1], N prompts, the prompt file's further fields) -> N scores, or a dict of named parts.
+"""(pictures N×3×H×W in [0,1], or videos N×F×3×H×W, N prompts, the prompt file's further fields) -> N scores, or a
+dict of named parts.
 
 NaN is "no score": the leaf is masked, never counted as 0. Named parts are averaged into the score and logged apart.
 """

@@ -17,13 +17,17 @@ def brightness(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tens
 
 
 def jpeg(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
-    """Minus the size of the picture as a JPEG of quality 95, in units of 500 kB: simpler pictures score higher."""
+    """Minus the size of the picture as a JPEG of quality 95, in units of 500 kB: simpler pictures score higher.
+
+    Of a video, the mean over its frames.
+    """
     sizes: list[int] = []
-    for picture in (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy():
+    frames = images.flatten(0, -4)
+    for picture in (frames * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy():
         buffer = io.BytesIO()
         Image.fromarray(picture).save(buffer, format="JPEG", quality=95)
         sizes.append(buffer.tell())
-    return -torch.tensor(sizes, dtype=torch.float32) / 500_000
+    return -torch.tensor(sizes, dtype=torch.float32).view(len(images), -1).mean(1) / 500_000
 
 
 def place(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:

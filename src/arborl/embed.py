@@ -1,0 +1,52 @@
+"""Prompts encoded ahead of a run, shared out among the ranks; what was encoded before is not encoded again."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .config.schema import Config
+from .models import model_class
+from .prompts import Prompts, epochs_indices
+
+
+class Embedded(NamedTuple):
+    """What encoding ahead came to, on all ranks."""
+
+    texts: int
+    encoded: int
+    seconds: float
+    folder: str
+
+    def __str__(self) -> str:
+        done = f"{self.encoded} prompt(s) encoded in {self.seconds:.1f} s" if self.encoded else "none to encode"
+        return f"embeddings: {done}, {self.texts - self.encoded} kept from before, in {self.folder}"
+
+
+def embed(config: Config, texts: Sequence[str], accelerator: Accelerator) -> Embedded | None:
+    """Encode what of these texts is not on disk yet; None for a model that encodes its prompts on the spot."""
+    embeddings = model_class(config).embeddings(config, accelerator.device)
+    if embeddings is None:
+        return None
+    start, rank, ranks = time.perf_counter(), accelerator.process_index, accelerator.num_processes
+    missing = embeddings.missing(texts)
+    accelerator.wait_for_everyone()  # all have looked before one writes, so all see the same list
+    columns = TextColumn("encoding prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=rank > 0 or not missing, transient=True) as bar:
+        task = bar.add_task("", total=len(missing[rank::ranks]))
+        embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
+        accelerator.wait_for_everyone()
+        # On one disk this finds nothing; machines that share none encode the rest themselves.
+        embeddings.fill(embeddings.missing(texts), config.prompts.batch_size)
+    count = len(dict.fromkeys([*embeddings.always, *texts]))
+    return Embedded(count, len(missing), time.perf_counter() - start, str(embeddings.folder))
+
+
+def texts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, ranks: int) -> list[str]:
+    """What a run will ask its text encoders: prompts of all its epochs and of its evaluations."""
+    per_epoch = config.sample.num_prompts * ranks
+    chosen = epochs_indices(len(prompts), per_epoch, range(config.train.epochs), config.seed)
+    return [*(prompts.texts[i] for i in sorted(chosen)), *held_out.texts[: config.eval.num_prompts]]

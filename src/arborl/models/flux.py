@@ -1,0 +1,99 @@
+"""FluxPipeline: FLUX.1-dev, -schnell and what was made from them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..core.schedule import Schedule, shifted
+from .pipeline import PipelineModel, latent_size, vae_factor
+from .source import Source
+
+PATCH = 2
+"""The transformer sees patches of 2×2 latent pixels, packed into its channels."""
+
+
+class FluxModel(PipelineModel):
+    """Latents are kept unpacked, as pictures; packing is a matter of the call."""
+
+    pipeline = "FluxPipeline"
+    cfg = False  # guidance is distilled into the weights, which are told its scale
+    lora_targets = (
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )  # diffusers' own LoRA training, and Flow-GRPO's
+
+    @classmethod
+    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+        shape, scale = source.config("transformer"), config.sample.guidance_scale
+        if scale != 1 and not shape.get("guidance_embeds"):
+            problem = "this model has no guidance (it was distilled without one)"
+            raise InputError("sample.guidance_scale", scale, problem, "1")
+        return (shape["in_channels"] // PATCH**2, *latent_size(config, vae_factor(source), PATCH))
+
+    @classmethod
+    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+        text, pooled, _ = pipe.encode_prompt(texts, device=device, max_sequence_length=config.model.max_sequence_length)
+        return {"text": text, "pooled": pooled}
+
+    @classmethod
+    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+        # The pipeline hands its scheduler an even grid from 1 to 1/steps, so shifted it is exactly ours.
+        return shifted(steps, cls.own_shift(config))
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.told_guidance = bool(self.source.config("transformer").get("guidance_embeds"))
+
+    def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
+        text, pooled = cond
+        n, _, height, width = x.shape
+        scale = torch.full((n,), self.config.sample.guidance_scale, device=x.device)
+        out = self.module(
+            hidden_states=pack(x),
+            timestep=t / 1000,
+            guidance=scale if self.told_guidance else None,
+            pooled_projections=pooled,
+            encoder_hidden_states=text,
+            txt_ids=torch.zeros(text.shape[1], 3, device=x.device),
+            img_ids=_positions(height // PATCH, width // PATCH, x.device),
+            return_dict=False,
+        )[0]
+        return unpack(out, height, width)
+
+    def as_pipeline_latents(self, latents: Tensor) -> Tensor:
+        return pack(latents)
+
+    def call_options(self) -> dict[str, Any]:
+        return super().call_options() | {"max_sequence_length": self.config.model.max_sequence_length}
+
+
+def pack(x: Tensor) -> Tensor:
+    """N×C×H×W latents to N×(H/2·W/2)×4C tokens."""
+    n, channels, height, width = x.shape
+    patches = x.view(n, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * PATCH**2)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    n, _, channels = tokens.shape
+    patches = tokens.view(n, height // PATCH, width // PATCH, channels // PATCH**2, PATCH, PATCH)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(n, -1, height, width)
+
+
+def _positions(rows: int, columns: int, device: torch.device) -> Tensor:
+    """(0, row, column) of each picture token."""
+    row, column = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], -1).flatten(0, 1).float()

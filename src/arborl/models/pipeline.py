@@ -1,0 +1,254 @@
+"""What all families of diffusers pipelines share. A family says how its trained part is called, and what is its own."""
+
+import gc
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..core.schedule import Schedule
+from ..prompts import HELDOUT_PICTURES, PICTURES
+from .base import Cond, Model
+from .embeddings import Embeddings, Encode, cache_folder, fingerprint
+from .guidance import guided
+from .source import Source
+
+
+class PipelineModel(Model):
+    """A diffusers pipeline, loaded in two halves that never share memory: text encoders, then what is trained and
+    the VAE.
+    """
+
+    default_prompts, heldout_prompts = PICTURES, HELDOUT_PICTURES
+    pipeline: ClassVar[str]
+    """The name of its class in diffusers."""
+    part: ClassVar[str] = "transformer"
+    """The part that is trained."""
+    inputs: ClassVar[Sequence[str]] = ("text", "pooled")
+    """What `embed` gives, in the order in which `velocity` takes it."""
+    cfg: ClassVar[bool] = True
+    """Whether guidance means a second, unconditional half of each call."""
+
+    @classmethod
+    @abstractmethod
+    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+        """The shape of a latent; an `InputError` for pictures that the model cannot make."""
+
+    @classmethod
+    @abstractmethod
+    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+        """Texts by the pipeline's own text encoders."""
+
+    @abstractmethod
+    def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
+        """One call of the trained part (for a diffusion model its noise or v)."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.source = self.open(config)
+        self.latent_shape = self.sizes(self.source, config)
+        self.kept = self.embeddings(config, device)
+        precision = dtypes(self.part, config, device)
+        self.dtype = precision[self.part]
+        wanted = (lambda name: not is_text(name)) if self.kept else (lambda name: True)
+        self.pipe = self.source.load(precision, wanted, **self.left_out).to(device)
+        for part in self.pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
+        self.module = getattr(self.pipe, self.part)
+
+    left_out: ClassVar[dict[str, None]] = {}
+    """Parts that are not needed even to make a picture."""
+
+    @classmethod
+    def open(cls, config: Config, may_fetch: bool = True) -> Source:
+        source = Source(cls.path(config), may_fetch)
+        found = source.index.get("_class_name")
+        if found != cls.pipeline:
+            raise InputError("model.path", source.path, f"the folder holds a {found}", cls.pipeline)
+        return source
+
+    @classmethod
+    def check(cls, config: Config, may_fetch: bool) -> None:
+        super().check(config, may_fetch)
+        cls.sizes(cls.open(config, may_fetch), config)
+
+    @classmethod
+    def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
+        if config.prompts.cache == "none":
+            return None
+        source = cls.open(config)
+        files = [file for part in source.parts if is_text(part) for file in (source.folder / part).glob("*")]
+        precision = dtypes(cls.part, config, device)["default"]
+        settings = {
+            "pipeline": cls.pipeline,
+            "encoders": fingerprint([file for file in files if file.is_file()], source.folder),
+            "max_sequence_length": config.model.max_sequence_length,
+            "dtype": str(precision).removeprefix("torch."),
+        }
+        encoder = partial(_text_encoders, cls, config, device)
+        negative = [config.sample.negative_prompt] if cls.guides(config) else []
+        return Embeddings(cache_folder(config.prompts.cache), settings, encoder, negative)
+
+    @classmethod
+    def guides(cls, config: Config) -> bool:
+        return cls.cfg and config.sample.guidance_scale > 1
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        texts = [*prompts, *([self.config.sample.negative_prompt] if self.guides(self.config) else [])]
+        if self.kept:
+            found = self.kept.get(texts, self.config.prompts.batch_size)
+        else:
+            found = self.embed(self.pipe, texts, self.config, self.device)
+        found = {name: tensor.to(self.device) for name, tensor in found.items()}
+        count = len(prompts)
+        tensors = {name: tensor[:count] for name, tensor in found.items()}
+        if self.guides(self.config):
+            negative = self.negative({name: tensor[count:] for name, tensor in found.items()})
+            tensors |= {f"negative_{name}": row.expand(count, *row.shape[1:]) for name, row in negative.items()}
+        return Cond(tensors)
+
+    def negative(self, encoded: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What guidance leads away from: one row, given as the negative prompt encodes."""
+        return encoded
+
+    def predict(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        def call(x: Tensor, t: Tensor, *inputs: Tensor) -> Tensor:
+            # Frozen weights may be bfloat16 while trained ones are float32; autocast, if on, takes it from there.
+            return self.velocity(x.to(self.dtype), t, *(tensor.to(self.dtype) for tensor in inputs)).float()
+
+        scale = self.config.sample.guidance_scale if self.cfg else 1.0
+        return guided(call, x, t, cond, self.inputs, scale, self.config.train.cfg_grad)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipe.vae
+        shift = vae.config.shift_factor or 0.0
+        pixels = vae.decode(latents.float() / vae.config.scaling_factor + shift, return_dict=False)[0]
+        return (pixels / 2 + 0.5).clamp(0, 1)
+
+    @classmethod
+    def integrator(cls, config: Config) -> Any:
+        """The diffusers scheduler whose steps the engine's ODE takes, made from the pipeline's own settings."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler.from_config(cls.open(config).config("scheduler"))
+
+    @classmethod
+    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+        scheduler = cls.integrator(config)
+        scheduler.set_timesteps(steps, **cls.dynamic_shift(scheduler, config))
+        return Schedule.from_sigmas(scheduler.sigmas.tolist())
+
+    @classmethod
+    def own_shift(cls, config: Config) -> float:
+        scheduler = cls.integrator(config)
+        if not (dynamic := cls.dynamic_shift(scheduler, config)):
+            return float(scheduler.config["shift"])
+        return math.exp(dynamic["mu"]) if scheduler.config["time_shift_type"] == "exponential" else dynamic["mu"]
+
+    @classmethod
+    def dynamic_shift(cls, scheduler: Any, config: Config) -> dict[str, float]:
+        """μ, linear in the number of picture tokens, where the scheduler asks for it (as FLUX.1-dev's does)."""
+        knobs = scheduler.config
+        if not knobs["use_dynamic_shifting"]:
+            return {}
+        low, high = knobs["base_image_seq_len"], knobs["max_image_seq_len"]
+        slope = (knobs["max_shift"] - knobs["base_shift"]) / (high - low)
+        return {"mu": knobs["base_shift"] + slope * (cls.tokens(config) - low)}
+
+    @classmethod
+    def tokens(cls, config: Config) -> int:
+        """Patches of 2×2 latent pixels in a picture."""
+        *_, height, width = cls.sizes(cls.open(config), config)
+        return (height // 2) * (width // 2)
+
+    @classmethod
+    def comfyui(cls, layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        """A layer's LoRA (b·a is added to its weight) under the names that ComfyUI reads."""
+        return {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
+
+    def as_pipeline_latents(self, latents: Tensor) -> Tensor:
+        """Latents as the pipeline's own call takes them."""
+        return latents
+
+    def call_options(self) -> dict[str, Any]:
+        """What a plain call of the pipeline takes to make the engine's picture, besides prompt, noise and steps."""
+        sample = self.config.sample
+        height, width = picture_size(self.config)
+        negative = {"negative_prompt": sample.negative_prompt} if self.cfg and sample.negative_prompt else {}
+        return {"height": height, "width": width, "guidance_scale": sample.guidance_scale} | negative
+
+
+def is_text(part: str) -> bool:
+    return part.startswith(("text_encoder", "tokenizer"))
+
+
+@contextmanager
+def _text_encoders(family: type[PipelineModel], config: Config, device: torch.device) -> Iterator[Encode]:
+    """The text encoders alone, on the device, for as long as they are needed."""
+    import diffusers
+
+    source, loaded = family.open(config), []
+    with torch.device("meta"):  # an encoder may ask for the trained part's sizes, never for its weights
+        shape = getattr(diffusers, source.index[family.part][1]).from_config(source.config(family.part))
+    precision = dtypes(family.part, config, device)
+    pipe = source.load(precision, lambda name: is_text(name) or name == "scheduler", **{family.part: shape})
+    for name in source.parts:
+        if is_text(name) and isinstance(part := getattr(pipe, name), torch.nn.Module):
+            loaded.append(part.eval().requires_grad_(False).to(device))
+
+    @torch.no_grad()
+    def encode(texts: Sequence[str]) -> dict[str, Tensor]:
+        return family.embed(pipe, list(texts), config, device)
+
+    try:
+        yield encode
+    finally:
+        for part in loaded:  # whoever still holds the pipeline holds no weights
+            part.to("meta")
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def picture_size(config: Config) -> tuple[int, int]:
+    """(height, width) in pixels."""
+    return config.sample.resolution, config.sample.width or config.sample.resolution
+
+
+def latent_size(config: Config, factor: int, patch: int, largest: int | None = None) -> tuple[int, int]:
+    """(height, width) of a latent whose VAE shrinks by `factor` and whose model takes patches of that many pixels."""
+    sides = {"sample.resolution": config.sample.resolution, "sample.width": config.sample.width}
+    for key, side in sides.items():
+        if side is not None and (side % (factor * patch) or (largest and side > largest)):
+            problem = f"this model's pictures come in multiples of {factor * patch}"
+            near = max(1, round(side / (factor * patch))) * factor * patch
+            raise InputError(key, side, problem, f"{factor * patch}..{largest}" if largest else f"{near}, say")
+    height, width = picture_size(config)
+    return height // factor, width // factor
+
+
+def vae_factor(source: Source) -> int:
+    """How much smaller than the picture an AutoencoderKL's latent is."""
+    return 2 ** (len(source.config("vae")["block_out_channels"]) - 1)
+
+
+def dtypes(part: str, config: Config, device: torch.device) -> dict[str, torch.dtype]:
+    """The precision to load each part of a pipeline in.
+
+    The VAE stays in float32: half precision leaves bands in pictures, and rewards see them. So do weights that are
+    trained: bfloat16 would round the checkpoint before the first step.
+    """
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    frozen = auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    trained = torch.float32 if config.model.train == "full" else frozen
+    return {"default": frozen, part: trained, "vae": torch.float32}

@@ -1,0 +1,56 @@
+"""StableDiffusionPipeline: SD 1.x and 2.x, a UNet that predicts noise or v."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..core.schedule import Schedule
+from .diffusion import ddim_grid
+from .pipeline import PipelineModel, latent_size, vae_factor
+from .source import Source
+
+
+class SDModel(PipelineModel):
+    pipeline = "StableDiffusionPipeline"
+    diffusion = True
+    part = "unet"
+    inputs = ("text",)
+    left_out = {"safety_checker": None, "feature_extractor": None, "image_encoder": None}  # noqa: RUF012
+    lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's, and diffusers' own LoRA training
+
+    @classmethod
+    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+        shape = source.config("unet")
+        if shape.get("time_cond_proj_dim") is not None:
+            problem = "it was distilled for consistency sampling, which the engine's steps are not"
+            raise InputError("model.path", source.path, problem, "the model it was distilled from")
+        return (shape["in_channels"], *latent_size(config, vae_factor(source), 1))
+
+    @classmethod
+    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+        return {"text": pipe.encode_prompt(texts, device, 1, False)[0]}
+
+    @classmethod
+    def integrator(cls, config: Config) -> Any:
+        from diffusers import DDIMScheduler
+
+        # Pipelines are shipped with other schedulers, whose settings need not say that x̂0 is not to be clipped.
+        own = cls.open(config).config("scheduler")
+        return DDIMScheduler.from_config(own, clip_sample=False, thresholding=False)
+
+    @classmethod
+    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+        return ddim_grid(cls.integrator(config), steps)
+
+    def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
+        return self.module(x, t, encoder_hidden_states=cond[0], return_dict=False)[0]
+
+    @classmethod
+    def comfyui(cls, layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        # Names as kohya's trainer writes them, which every program for UNets reads.
+        name = f"lora_unet_{layer.replace('.', '_')}"
+        alpha = torch.tensor(float(len(a)))
+        return {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": alpha}

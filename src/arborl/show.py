@@ -1,0 +1,53 @@
+"""A plan in the terminal."""
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .config.schema import Config
+from .core.prune import Pruning, prune
+from .draw import profile, sketch
+from .plan import BACKWARD_COST, plans_of_a_run, pruning
+
+
+def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
+    """A plan's tree, its cost at every place of its window beside flat GRPO's, and what is counted."""
+    plans = plans_of_a_run(config)
+    first, prompts = plans[0][1], config.sample.num_prompts
+    if len(first.leaves) // first.roots <= 32:
+        out.print(
+            f"One of {first.roots} tree(s) a prompt; ═ stochastic, ─ ODE:", *sketch(first), sep="\n", markup=False
+        )
+    table = Table("window", box=None, title_justify="left")
+    table.add_column("steps and leaves", no_wrap=True)
+    for name in ("forwards", "forward+backwards", "cost", "flat / this"):
+        table.add_column(name, justify="right")
+    flat_cost = found["flat"]["forwards"] + BACKWARD_COST * found["flat"]["forward_backwards"]
+    for position, (start, shape) in zip(found["positions"], plans, strict=True):
+        cost = position["forwards"] + BACKWARD_COST * position["forward_backwards"]
+        cells = [position["forwards"], position["forward_backwards"], cost]
+        table.add_row(str(start), profile(shape), *map(str, cells), f"{flat_cost / cost:.2f}")
+    flat_profile = "●" + "~" * (config.sample.num_steps - 1) + f"- {len(first.leaves)}"
+    cells = [found["flat"]["forwards"], found["flat"]["forward_backwards"], flat_cost]
+    table.add_row("flat", flat_profile, *map(str, cells), "1.00")
+    out.print(table)
+    out.print("  < branches, ~ noise only, - ODE; flat: separate trajectories, trained at every step but the last\n")
+    out.print(
+        f"Per process and epoch: {found['images']} images, {found['training_samples']} training samples "
+        f"({prompts} prompts). A forward costs 1, a forward+backward {BACKWARD_COST}.\n"
+        f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
+        "window's places."
+    )
+    pruned = pruning(config, first, 0)
+    if pruned != Pruning():
+        kept = prune(first, torch.arange(first.edges).double()[None], pruned)
+        out.print(
+            f"Pruned at the first epoch: {int(first.stochastic.sum() - kept.sum())} of {int(first.stochastic.sum())} "
+            f"stochastic edges a prompt are not trained."
+        )
+    if config.train.kl > 0:
+        out.print(
+            f"train.kl={config.train.kl} adds {found['training_samples']} forwards of the reference, not counted here."
+        )
