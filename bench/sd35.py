@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -16,7 +15,7 @@ from arborl.config import load_config
 from arborl.core.noise import fold, normal
 from arborl.train import train
 
-from .pipelines import SD35_MEDIUM, sd3_pipeline
+from .pipelines import build
 
 PROMPTS = ["a photo of a cat", "red house", "a dog", "blue house"]
 
@@ -41,32 +40,25 @@ def epoch(folder: Path, name: str, *overrides: str) -> None:
     prompts.write_text("\n".join(PROMPTS))
     common = [
         "model=sd3",
-        "model.path=random/weights",
+        f"model.path={folder / 'sd35'}",
+        f"prompts.cache={folder / 'embeddings'}",
         "rewards=brightness",
         f"prompts.path={prompts}",
         f"log.dir={folder}",
-    ]
-    common += [
         "sample.num_prompts=8",
         "eval.num_prompts=1",
         "log.trackers=[]",
         "log.record_every=0",
         "log.save_every=100",
+        "train.epochs=3",
+        "tree.s=2",
+        f"run_name={name}",
+        "model.max_sequence_length=77",
     ]
-    common += ["train.epochs=3", "tree.s=2", f"run_name={name}", "model.max_sequence_length=77"]
     config = load_config("tree", [*common, *overrides])
-
-    def build(path: str, dtype: dict[str, torch.dtype]) -> object:
-        pipe = sd3_pipeline(SD35_MEDIUM, device="cuda")
-        pipe.transformer.to(dtype["transformer"])
-        for encoder in (pipe.text_encoder, pipe.text_encoder_2):
-            encoder.to(dtype["default"])
-        return pipe
-
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with patch("arborl.models.sd3.load_pipeline", build), patch("arborl.models.sd3.locate", lambda path, may_fetch: {}):
-        run = train(config)
+    run = train(config)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     row = rows[1]
     stages = " ".join(f"{stage} {row[f'time/{stage}']:.2f}" for stage in ("rollout", "score", "advantage", "update"))
@@ -80,6 +72,7 @@ def epoch(folder: Path, name: str, *overrides: str) -> None:
 def main() -> None:
     check_noise()
     with tempfile.TemporaryDirectory() as folder:
+        build("sd3", size="full", device="cuda").to(torch.bfloat16).save_pretrained(Path(folder) / "sd35")
         same, other = ([f"sample.batch_size={s}", f"train.batch_size={t}"] for s, t in ((16, 16), (32, 8)))
         cases = {
             "lora": same,

@@ -187,7 +187,9 @@ class TestPipelines:
         assert rows[0]["ratio_error"] == 0
         assert rows[0]["steps"] == 1
         assert all(row["reward"] == row["reward"] for row in rows[:2])
-        assert "warning" not in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "no gradient reached" not in told, told
+        assert "ratio is off" not in told, told
         assert (tmp_path / "x" / "trees" / "epoch_000000.png").is_file()
         assert digests(folder) == before
         names = load_file(latest(tmp_path / "x") / "weights.safetensors").keys()

@@ -439,5 +439,15 @@ def test_pretraining_runs_and_what_it_saves_can_be_trained(tmp_path: Path, monke
     assert "saved" in done.stdout
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        main(["train", "model.path=new", "train.epochs=1", "sample.num_prompts=1", "eval.num_prompts=2", "tree.w=2"])
+        main(
+            [
+                "train",
+                "model=scenes",
+                "model.path=new",
+                "train.epochs=1",
+                "sample.num_prompts=1",
+                "eval.num_prompts=2",
+                "tree.w=2",
+            ]
+        )
     assert stopped.value.code == 0

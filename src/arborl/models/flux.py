@@ -56,6 +56,8 @@ class FluxModel(PipelineModel):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
         self.told_guidance = bool(self.source.config("transformer").get("guidance_embeds"))
+        for block in self.pipe.transformer.single_transformer_blocks:
+            block.attn.register_forward_hook(lambda module, inputs, output: _WholeGradient.apply(output))
 
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
         text, pooled = cond
@@ -78,6 +80,23 @@ class FluxModel(PipelineModel):
 
     def call_options(self) -> dict[str, Any]:
         return super().call_options() | {"max_sequence_length": self.config.model.max_sequence_length}
+
+
+class _WholeGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient arrives as one block of memory.
+
+    A single block joins attention and MLP, so attention's gradient is a slice of a wider one; a double block's is whole.
+    cuDNN's attention (torch 2.11, cuDNN 9.19) takes the two for the same case, and the second one it meets dies with
+    an illegal memory access.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
 
 
 def pack(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ..prompts import HELDOUT_PICTURES, PICTURES
 from .base import Cond, Model
 from .embeddings import Embeddings, Encode, cache_folder, fingerprint
 from .guidance import guided
+from .quiet import quiet_libraries
 from .source import Source
 
 
@@ -208,7 +209,8 @@ def _text_encoders(family: type[PipelineModel], config: Config, device: torch.de
 
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> dict[str, Tensor]:
-        return family.embed(pipe, list(texts), config, device)
+        with quiet_libraries():  # they print every long prompt's end, which CLIP never sees and T5 does
+            return family.embed(pipe, list(texts), config, device)
 
     try:
         yield encode
