@@ -2,22 +2,27 @@
 
 import hashlib
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from arborl.checkpoint import latest
 from arborl.cli import main
 from arborl.config import load_config
+from arborl.core.errors import InputError
 from arborl.core.noise import fold
 from arborl.evaluate import EVALUATION, generate
 from arborl.models import load_model, model_class
 from arborl.prompts import Prompts
 from arborl.train import train
+from arborl.update import gradients_by_group
 
 from conftest import CPU, TINY, make, tiny_overrides
 
@@ -254,3 +259,284 @@ def run_ok(*arguments: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(list(arguments))
     assert stopped.value.code == 0
+
+
+class TestGradients:
+    """The check at the first update."""
+
+    def test_groups_are_kinds_of_layers(self):
+        module = torch.nn.ModuleDict()
+        for block in range(3):
+            for half in "AB":
+                module[f"{block}_{half}"] = torch.nn.Linear(1, 1, bias=False)
+        named = {f"blocks.{b}.attn.to_q.lora_{half}.default.weight": module[f"{b}_{half}"].weight
+                 for b in range(3) for half in "AB"}  # fmt: skip
+        assert gradients_by_group(named) == {"blocks.*.attn.to_q": False}
+        for name, parameter in named.items():
+            parameter.grad = torch.full_like(parameter, 1.0 if "0.attn.to_q.lora_B" in name else 0.0)
+        assert gradients_by_group(named) == {"blocks.*.attn.to_q": True}
+        stray = torch.nn.Parameter(torch.zeros(2))
+        assert gradients_by_group(named | {"blocks.0.norm.weight": stray})["blocks.*.norm.weight"] is False
+        stray.grad = torch.full((2,), torch.nan)
+        assert gradients_by_group(named | {"blocks.0.norm.weight": stray})["blocks.*.norm.weight"] is True
+
+    def test_weights_that_no_gradient_reaches_are_named(self, tiny_folder, tmp_path: Path, capsys, monkeypatch):
+        """A LoRA cut off from the loss, as peers have shipped it."""
+        from arborl.models.sd3 import SD3Model
+
+        whole = SD3Model.velocity
+        monkeypatch.setattr(
+            SD3Model, "velocity", lambda self, x, t, text, pooled: whole(self, x, t, text.detach() * 0, pooled * 0)
+        )
+        overrides = [*tiny_overrides("sd3", tiny_folder("sd3")), "model.train=full", f"log.dir={tmp_path}"]
+        train(load_config("tree", [*overrides, "train.epochs=2"]))
+        told = capsys.readouterr().err
+        assert told.count("no gradient reached") == 1
+        assert "context_embedder.weight" in told
+
+
+class TestOwnWays:
+    """What is a family's own."""
+
+    def test_flux_shift_grows_with_the_picture(self, tiny_folder):
+        def shift(*size: str) -> float:
+            config = load_config("tree", [*tiny_overrides("flux", tiny_folder("flux")), *size])
+            return model_class(config).own_shift(config)
+
+        # 256 picture tokens and fewer: e^0.5; 4096: e^1.15. A tiny VAE halves, and patches halve again.
+        assert shift("sample.resolution=64", "sample.width=64") == pytest.approx(math.exp(0.5))
+        assert shift("sample.resolution=256", "sample.width=256") == pytest.approx(math.exp(1.15))
+        assert shift("sample.resolution=64") < shift("sample.resolution=128") < shift("sample.resolution=256")
+
+    def test_a_shift_of_ones_own_is_taken(self, tiny_folder):
+        config = load_config("tree", [*tiny_overrides("flux", tiny_folder("flux")), "sample.shift=3"])
+        own = model_class(config).grid(config, 4)
+        assert own.sigma.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5])
+
+    def test_wan_takes_the_shift_its_own_scheduler_calls_another_name(self, tiny_folder):
+        config = load_config("tree", tiny_overrides("wan", tiny_folder("wan")))
+        assert model_class(config).own_shift(config) == 3.0
+
+    def test_flux_without_guidance_is_its_pipelines_own_call_too(self, tiny_folder):
+        folder = tiny_folder("flux", guidance=False)
+        overrides = [*tiny_overrides("flux", folder), "sample.guidance_scale=1", "sample.sigmas=pipeline"]
+        config, model = make(overrides, "tree")
+        pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        expected = called(plain(folder, "flux"), "flux", config, noise_of(model))
+        torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
+
+    def test_a_unet_that_predicts_v_is_its_pipelines_own_call_too(self, tiny_folder):
+        folder = tiny_folder("sd", prediction="v_prediction")
+        config, model = make(tiny_overrides("sd", folder), "tree")
+        pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        expected = called(plain(folder, "sd"), "sd", config, noise_of(model))
+        torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
+
+    def test_flux_packing_is_diffusers_own(self):
+        from arborl.models.flux import pack, unpack
+
+        x = torch.randn(2, 4, 6, 8)
+        packed = diffusers.FluxPipeline._pack_latents(x, *x.shape)
+        assert torch.equal(pack(x), packed)
+        assert torch.equal(unpack(packed, 6, 8), x)
+
+    def test_flux_attention_gets_its_gradient_whole(self, tiny_folder):
+        """cuDNN's attention must be handed one layout of gradients, whichever block it is in."""
+        from arborl.models.flux import _WholeGradient
+
+        _, model = make(tiny_overrides("flux", tiny_folder("flux")), "tree")
+        blocks = model.pipe.transformer.single_transformer_blocks
+        assert all(len(block.attn._forward_hooks) == 1 for block in blocks)
+        gradients = []
+        whole = _WholeGradient.backward
+        _WholeGradient.backward = staticmethod(
+            lambda ctx, *g: gradients.append((g[0], whole(ctx, *g))) or gradients[-1][1]
+        )
+        try:
+            x, t = torch.ones(1, *model.latent_shape), torch.tensor([700.0])
+            model.predict(x, t, model.encode(["a dog"])).sum().backward()
+        finally:
+            _WholeGradient.backward = staticmethod(whole)
+        assert len(gradients) == len(blocks)
+        assert all(not sliced.is_contiguous() and given.is_contiguous() for sliced, given in gradients)
+
+    def test_a_video_is_sampled_to_a_file_that_plays(self, tiny_folder, tmp_path: Path):
+        from PIL import Image
+
+        run_ok("sample", *tiny_overrides("wan", tiny_folder("wan")), "-n", "2", "-o", str(tmp_path))
+        with Image.open(tmp_path / "00001.webp") as video:
+            assert (video.n_frames, video.size) == (5, (32, 16))
+        assert (tmp_path / "sheet.png").is_file()
+        rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+        assert [row["file"] for row in rows] == ["00000.webp", "00001.webp"]
+
+    def test_rewards_see_videos_whole(self):
+        from arborl.rewards.canary import brightness, jpeg
+
+        video = torch.rand(2, 5, 3, 16, 16)
+        assert brightness(video, ["a", "b"], {}).shape == (2,)
+        frames = jpeg(video.flatten(0, 1), ["a"] * 10, {}).view(2, 5)
+        torch.testing.assert_close(jpeg(video, ["a", "b"], {}), frames.mean(1))
+
+
+class TestExport:
+    """The rest of `arborl export`."""
+
+    @pytest.fixture
+    def run(self, tiny_folder, tmp_path: Path) -> Path:
+        overrides = [*tiny_overrides("sd3", tiny_folder("sd3")), f"log.dir={tmp_path}", "train.epochs=2"]
+        return train(load_config("tree", [*overrides, "train.learning_rate=0.02", "train.ema_decay=0.5"]))
+
+    def test_the_average_or_the_last(self, run: Path, tmp_path: Path):
+        tensors = {}
+        for name, flags in {"default": [], "average": ["--ema"], "last": ["--no-ema"]}.items():
+            run_ok("export", str(run), str(tmp_path / name), *flags)
+            tensors[name] = load_file(tmp_path / name / "pytorch_lora_weights.safetensors")
+        key = next(key for key in tensors["last"] if key.endswith("lora_B.weight"))
+        assert torch.equal(tensors["default"][key], tensors["average"][key])
+        assert not torch.equal(tensors["last"][key], tensors["average"][key])
+
+    def test_alpha_is_in_the_weights(self, run: Path, tmp_path: Path):
+        """So that a loader that knows of no alpha gives the whole strength."""
+        run_ok("export", str(run), str(tmp_path / "out"), "--no-ema")
+        ours = load_file(latest(run) / "weights.safetensors")
+        theirs = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+        name = "transformer_blocks.0.attn.to_q"
+        b = ours[f"{name}.lora_B.default.weight"]
+        assert torch.equal(theirs[f"transformer.{name}.lora_B.weight"], b * 64 / 4)
+        assert torch.equal(theirs[f"transformer.{name}.lora_A.weight"], ours[f"{name}.lora_A.default.weight"])
+
+    def test_a_pipeline_in_half_precision(self, run: Path, tmp_path: Path):
+        run_ok("export", str(run), str(tmp_path / "out"), "--merge", "--dtype", "bfloat16")
+        with safe_open(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
+            assert file.get_tensor("proj_out.weight").dtype == torch.bfloat16
+        assert not list((tmp_path / "out").glob("*.safetensors"))
+
+    def test_a_named_checkpoint(self, run: Path, tmp_path: Path):
+        run_ok("export", str(latest(run)), str(tmp_path / "out"))
+        assert json.loads((tmp_path / "out" / "export.json").read_text())["checkpoint"] == latest(run).name
+
+    def test_the_scenes(self, tmp_path: Path):
+        small = [
+            "train.epochs=1",
+            "sample.num_prompts=2",
+            "eval.num_prompts=2",
+            "log.trackers=[]",
+            f"log.dir={tmp_path}",
+        ]
+        run_ok("export", str(train(load_config("tree", small))), str(tmp_path / "out"))
+        pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
+            tmp_path / "out", text_encoder_3=None, tokenizer_3=None
+        )
+        assert pipe.transformer.config.num_layers == 5
+
+    def test_what_does_not_load_back_is_not_exported(self, run: Path, tmp_path: Path, capsys, monkeypatch):
+        """A loader that drops the LoRA: the picture is the base model's, and the check says so."""
+        monkeypatch.setattr(diffusers.StableDiffusion3Pipeline, "load_lora_weights", lambda *_, **__: None)
+        refused(["export", str(run), str(tmp_path / "out")], ["another picture", "out.failed"], capsys)
+        assert not (tmp_path / "out").exists()
+        assert (tmp_path / "out.failed" / "pytorch_lora_weights.safetensors").is_file()
+
+    def test_bad_input(self, run: Path, tmp_path: Path, capsys):
+        full = tmp_path / "full"
+        full.mkdir()
+        (full / "mine.txt").write_text("keep me")
+        refused(["export", str(run), str(full)], ["out=", "is there already"], capsys)
+        assert (full / "mine.txt").read_text() == "keep me"
+        refused(["export", str(tmp_path), str(tmp_path / "o")], ["is not a run folder"], capsys)
+        (latest(run) / "ema.safetensors").unlink()
+        refused(["export", str(run), str(tmp_path / "o"), "--ema"], ["--ema", "no average", "--no-ema"], capsys)
+        small = ["train.epochs=1", "eval.num_prompts=2", f"log.dir={tmp_path}", "log.record_every=0", "log.trackers=[]"]
+        mixture = train(load_config("mixture", small))
+        refused(["export", str(mixture), str(tmp_path / "o")], ["no diffusers pipeline"], capsys)
+        assert not (tmp_path / "o").exists()
+
+
+def refused(arguments: list[str], words: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def edited(folder: Path, to: Path, file: str, **values: Any) -> Path:
+    """A copy of a pipeline with some values of one of its JSON files changed."""
+    shutil.copytree(folder, to)
+    path = to / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return to
+
+
+BAD = {
+    "resolution": (TINY, ["sample.resolution=17"], ["sample.resolution=17", "multiples of"]),
+    "width": (TINY, ["sample.width=27"], ["sample.width=27", "multiples of"]),
+    "lora": (TINY, ["model.lora.targets=[nose]"], ["model.lora.targets=['nose']", "to_q"]),
+    "frames": (["sd3", "flux", "sd", "sdxl"], ["sample.num_frames=5"], ["sample.num_frames=5", "no videos"]),
+    "odd frames": (["wan"], ["sample.num_frames=6"], ["sample.num_frames=6", "4·n + 1", "5 or 9"]),
+    "cache": (["sd"], ["prompts.cache=/proc/nowhere"], ["prompts.cache=/proc/nowhere", "cannot be written"]),
+}
+
+
+@pytest.mark.parametrize(("name", "which"), [(name, which) for name, (some, *_) in BAD.items() for which in some])
+def test_bad_input_is_one_line_and_nothing_is_written(name: str, which: str, tiny_folder, tmp_path: Path, capsys):
+    _, own, words = BAD[name]
+    overrides = [*tiny_overrides(which, tiny_folder(which)), f"log.dir={tmp_path / 'runs'}", *own]
+    refused(["train", *overrides], words, capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+class TestBadPipelines:
+    def test_guidance_for_a_model_that_has_none(self, tiny_folder, capsys):
+        overrides = tiny_overrides("flux", tiny_folder("flux", guidance=False))
+        refused(["train", *overrides], ["sample.guidance_scale=3.5", "no guidance", "allowed: 1"], capsys)
+
+    def test_another_family_than_the_one_named(self, tiny_folder, capsys):
+        refused(
+            ["train", "model=flux_dev", f"model.path={tiny_folder('sd')}", "rewards=brightness"],
+            ["StableDiffusionPipeline", "allowed: FluxPipeline"],
+            capsys,
+        )
+
+    def test_wan_with_two_experts(self, tiny_folder, tmp_path: Path, capsys):
+        folder = edited(tiny_folder("wan"), tmp_path / "wan", "model_index.json", expand_timesteps=True)
+        refused(["train", *tiny_overrides("wan", folder)], ["model.path=", "Wan2.2", "Wan2.1"], capsys)
+
+    def test_a_consistency_model(self, tiny_folder, tmp_path: Path, capsys):
+        folder = edited(tiny_folder("sd"), tmp_path / "lcm", "unet/config.json", time_cond_proj_dim=8)
+        refused(["train", *tiny_overrides("sd", folder)], ["model.path=", "consistency"], capsys)
+
+    def test_a_schedule_from_pure_noise(self, tiny_folder, tmp_path: Path, capsys):
+        scheduler = "scheduler/scheduler_config.json"
+        values = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        folder = edited(tiny_folder("sd"), tmp_path / "zero", scheduler, **values)
+        refused(["train", *tiny_overrides("sd", folder)], ["pure noise"], capsys)
+
+    @pytest.mark.parametrize("missing", ["transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"])
+    def test_an_incomplete_folder(self, tiny_folder, tmp_path: Path, capsys, missing: str):
+        folder = edited(tiny_folder("sd3"), tmp_path / "part", "model_index.json")
+        (folder / missing).unlink()
+        refused(["train", *tiny_overrides("sd3", folder)], ["model.path=", "is incomplete"], capsys)
+
+    def test_a_pipeline_without_support_names_those_with(self, tmp_path: Path, capsys):
+        (tmp_path / "model_index.json").write_text('{"_class_name": "CogVideoXPipeline"}')
+        words = ["CogVideoXPipeline", "FluxPipeline", "WanPipeline", "StableDiffusionXLPipeline"]
+        refused(["train", f"model.path={tmp_path}"], words, capsys)
+
+    def test_a_missing_hub_model_says_what_to_download_and_where(self, capsys):
+        for arguments in (["model.path=some/model"], ["model=flux_dev", "rewards=brightness", "sample.shift=3"]):
+            refused(["train", *arguments], ["hf download", "--local-dir"], capsys)
+
+
+def test_nothing_is_fetched_when_offline(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import socket
+
+    tried: list[Any] = []
+    monkeypatch.setattr(socket.socket, "connect", lambda self, address: tried.append(address))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: tried.append(address) or [])
+    run_ok("train", *tiny_overrides("sdxl", tiny_folder("sdxl")), f"log.dir={tmp_path}", "train.epochs=1", "run_name=x")
+    run_ok("export", str(tmp_path / "x"), str(tmp_path / "out"))
+    with pytest.raises(InputError, match="hf download"):
+        make(["model=sd35_medium", "rewards=brightness"], "tree")
+    assert not tried

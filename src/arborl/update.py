@@ -120,8 +120,9 @@ def gradients_by_group(parameters: Mapping[str, nn.Parameter]) -> dict[str, bool
     so do a layer's copies in all blocks, as a last block may well have parts that lead nowhere.
     """
     named = [(name, p.grad) for name, p in parameters.items()]
-    sizes = torch._foreach_norm([grad for _, grad in named if grad is not None], float("inf"))
-    found = iter(torch.stack([size.float() for size in sizes]).tolist() if sizes else [])
+    gradients = [grad for _, grad in named if grad is not None]
+    sizes = torch.stack(torch._foreach_norm(gradients, float("inf"))).tolist() if gradients else []  # one wait
+    found = iter(sizes)
     reached: dict[str, bool] = {}
     for name, grad in named:
         group = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", re.sub(r"\.lora_[AB]\..*", "", name))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
@@ -95,7 +95,8 @@ class Embeddings:
             aside.write_bytes(save(tensors, head))
             aside.replace(path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink()
             raise InputError("prompts.cache", self.folder.parent, f"cannot be written ({error.strerror})") from None
 
 
