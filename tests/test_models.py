@@ -225,6 +225,7 @@ class TestPipelines:
         run_ok("export", str(run), str(out), *(["--merge"] if how == "merged" else []))
         told = " ".join(capsys.readouterr().out.split())
         assert "gives the trainer's own picture" in told
+        assert ("layers are there" in told) == (how == "lora")
         facts = json.loads((out / "export.json").read_text())["check"]
         assert facts["largest"] <= 1e-4
         assert facts["from_base"] > 1e-4  # training did something
@@ -431,11 +432,17 @@ class TestExport:
         assert pipe.transformer.config.num_layers == 5
 
     def test_what_does_not_load_back_is_not_exported(self, run: Path, tmp_path: Path, capsys, monkeypatch):
-        """A loader that drops the LoRA: the picture is the base model's, and the check says so."""
+        """A loader that drops the LoRA; and one that loads it into a pipeline that draws something else."""
         monkeypatch.setattr(diffusers.StableDiffusion3Pipeline, "load_lora_weights", lambda *_, **__: None)
-        refused(["export", str(run), str(tmp_path / "out")], ["another picture", "out.failed"], capsys)
+        refused(["export", str(run), str(tmp_path / "out")], ["does not load all of it", "out.failed"], capsys)
         assert not (tmp_path / "out").exists()
         assert (tmp_path / "out.failed" / "pytorch_lora_weights.safetensors").is_file()
+        monkeypatch.undo()
+        whole = diffusers.StableDiffusion3Pipeline.__call__
+        monkeypatch.setattr(
+            diffusers.StableDiffusion3Pipeline, "__call__", lambda *a, **k: (whole(*a, **k)[0].flip(-1),)
+        )
+        refused(["export", str(run), str(tmp_path / "out")], ["another picture", "out.failed"], capsys)
 
     def test_bad_input(self, run: Path, tmp_path: Path, capsys):
         full = tmp_path / "full"

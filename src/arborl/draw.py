@@ -176,10 +176,10 @@ def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -
     for i, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
         x, y = MARGIN + i % columns * (CELL + MARGIN), MARGIN + i // columns * (CELL + CAPTION + MARGIN)
         image = Image.fromarray(picture.permute(1, 2, 0).numpy())
-        canvas.paste(
-            image.resize((CELL, CELL), Image.Resampling.NEAREST if image.width < CELL else Image.Resampling.LANCZOS),
-            (x, y),
-        )
+        longer = max(image.size)
+        how = Image.Resampling.NEAREST if longer < CELL else Image.Resampling.LANCZOS
+        image = image.resize((CELL * image.width // longer, CELL * image.height // longer), how)
+        canvas.paste(image, (x, y + CELL - image.height))  # at its caption
         for line, part in enumerate(textwrap.wrap(text, 20, max_lines=4, placeholder="…")):
             draw.text((x, y + CELL + 2 + 13 * line), part, fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -59,38 +59,41 @@ def export(
     if not issubclass(family, PipelineModel):
         problem = "its model is no diffusers pipeline, so there is none to export"
         raise InputError("run", checkpoint.parent.parent, problem)
+    to = to.resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InputError("out", to, "is there already", "a new folder")
     weights = _weights(checkpoint, average)
     aside = to.with_name(f".{to.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise InputError("out", to, f"cannot be made ({error.strerror})") from None
     # The pipeline's own noise levels, so that a plain call can be compared.
     config = replace(config, sample=replace(config.sample, sigmas="pipeline"))
-    trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
-    gc.collect()  # the trainer's model has left, the plain one may come
-    found = _plain_picture(family, config, aside, trained)
-    check = trained.compare(found)
-    if not check.passed:
-        failed = to.with_name(f"{to.name}.failed")
-        shutil.rmtree(failed, ignore_errors=True)
-        aside.rename(failed)
-        problem = f"loaded with plain diffusers it gives another picture (pixels off by {check.largest:.1e} at most, "
-        raise InputError("out", to, problem + f"{check.mean:.1e} on average); what was written is in {failed}")
-    facts = {"run": str(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": weights.stem}
-    facts |= {"base": family.path(config), "check": vars(check)}
-    (aside / "export.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
-    if to.exists():
-        to.rmdir()
-    aside.rename(to)
+    try:
+        trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
+        gc.collect()  # the trainer's model has left, the plain one may come
+        check = _check(family, config, aside, trained, to)
+        facts = {"run": str(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": weights.stem}
+        facts |= {"base": family.path(config), "check": vars(check)}
+        (aside / "export.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+        for file in aside.rglob("*.safetensors"):
+            shutil.copymode(aside / "export.json", file)  # safetensors makes files that nobody else may read
+        if to.exists():
+            to.rmdir()
+        aside.rename(to)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     which = f"{'the average of the weights' if weights.stem == 'ema' else 'the weights'} of {checkpoint.name}"
-    if trained.adapter:
+    if trained.layers:
         say(f"{to}: {which}, a LoRA for {family.pipeline}.load_lora_weights")
         say(f"{to / COMFYUI}: the same under the names ComfyUI reads")
     else:
         say(f"{to}: {which}, in a {family.pipeline} for from_pretrained")
+    layers = f"all {len(trained.layers)} layers are there, and " if trained.layers else ""
     say(
-        f"checked: loaded with plain diffusers, seed {check.seed} gives the trainer's own picture of “{check.prompt}” "
+        f"checked with plain diffusers: {layers}seed {check.seed} gives the trainer's own picture of “{check.prompt}” "
         f"(pixels off by {check.largest:.1e} at most; from the untrained model's by {check.from_base:.1e} on average)"
     )
     return check
@@ -100,7 +103,7 @@ def export(
 class Trained:
     """What the trainer's own model made, before it left memory, and how to ask a plain pipeline for the same."""
 
-    adapter: bool  # what was written is a LoRA, not a pipeline
+    layers: dict[str, tuple[Tensor, Tensor]]  # of the LoRA that was written; none where a pipeline was
     prompt: str
     seed: int
     picture: Tensor
@@ -108,6 +111,20 @@ class Trained:
     call: dict[str, Any]
     device: torch.device
     rounded: bool  # to bfloat16, in memory or in what was written
+
+    def lost(self, module: nn.Module) -> list[str]:
+        """Layers whose LoRA a plain pipeline's module does not have as it was trained.
+
+        A picture alone could not tell, where little was learnt.
+        """
+        found = lora.pairs(module)
+
+        def arrived(layer: str, pair: tuple[Tensor, Tensor]) -> bool:
+            return layer in found and all(
+                torch.equal(there, t.to(there.dtype)) for there, t in zip(found[layer], pair, strict=True)
+            )
+
+        return [layer for layer, pair in self.layers.items() if not arrived(layer, pair)]
 
     def compare(self, found: Tensor) -> Check:
         off = (found.float().cpu() - self.picture).abs()
@@ -135,8 +152,9 @@ def _write(
     load_weights(trainable(module), weights)
     own_picture = picture()
     adapted = lora.is_injected(module)
+    layers = lora.pairs(module) if adapted else {}
     if adapted:
-        _write_lora(family, module, config, folder)
+        _write_lora(family, layers, folder)
     if adapted and merge:
         _merge(model.source, folder, family.part, dtype)
     if not adapted:
@@ -146,21 +164,32 @@ def _write(
     steps = config.eval.num_steps or config.sample.num_steps
     call = {"prompt": prompt.texts, "latents": model.as_pipeline_latents(noise[0]), "num_inference_steps": steps}
     call |= model.call_options()
-    adapter = adapted and not merge
-    rounded = model.dtype != torch.float32 or (not adapter and dtype != torch.float32)
-    return Trained(adapter, prompt.texts[0], config.seed, own_picture, base_picture, call, model.device, rounded)
+    rounded = model.dtype != torch.float32 or ((merge or not adapted) and dtype != torch.float32)
+    layers = {} if merge else layers
+    return Trained(layers, prompt.texts[0], config.seed, own_picture, base_picture, call, model.device, rounded)
 
 
-def _plain_picture(family: type[PipelineModel], config: Config, folder: Path, trained: Trained) -> Tensor:
-    """The same picture by what a user will load, with nothing of ours in it but the scheduler's settings."""
-    source = family.open(config) if trained.adapter else Source(str(folder))
+def _check(family: type[PipelineModel], config: Config, folder: Path, trained: Trained, to: Path) -> Check:
+    """Load what was written as a user will, with nothing of ours in it but the scheduler's settings, and compare."""
+    source = Source(str(folder)) if not trained.layers else family.open(config)
     precision = dtypes(family.part, config, trained.device)
     pipe = source.load(precision, lambda name: name not in family.left_out)
-    if trained.adapter:
+    if trained.layers:
         pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
     pipe.scheduler = family.integrator(config)
+    lost = trained.lost(getattr(pipe, family.part)) if trained.layers else []
     call = trained.call | {"latents": trained.call["latents"].to(trained.device)}
-    return pipe.to(trained.device)(**call, output_type="pt", return_dict=False)[0]
+    check = trained.compare(pipe.to(trained.device)(**call, output_type="pt", return_dict=False)[0])
+    if check.passed and not lost:
+        return check
+    failed = to.with_name(f"{to.name}.failed")
+    shutil.rmtree(failed, ignore_errors=True)
+    folder.rename(failed)
+    problem = f"loaded with plain diffusers it gives another picture (pixels off by {check.largest:.1e} at most, "
+    problem += f"{check.mean:.1e} on average)"
+    if lost:
+        problem = f"plain diffusers does not load all of it ({len(lost)} layers are not as they were, as {lost[0]})"
+    raise InputError("out", to, f"{problem}; what was written is in {failed}")
 
 
 def _weights(checkpoint: Path, average: bool | None) -> Path:
@@ -173,22 +202,13 @@ def _weights(checkpoint: Path, average: bool | None) -> Path:
     return file
 
 
-def lora_layers(module: nn.Module, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each adapted layer's two matrices, the scale multiplied into the second.
+def _write_lora(family: type[PipelineModel], layers: dict[str, tuple[Tensor, Tensor]], folder: Path) -> None:
+    """As diffusers names its layers, and as ComfyUI does.
 
-    So alpha is the rank, which every loader takes where a file does not say otherwise.
+    The scale is in the matrices, so alpha is the rank, which every loader takes where a file does not say otherwise.
     """
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in trainable(module).items():
-        layer, _, rest = name.partition(".lora_")
-        found.setdefault(layer, {})[rest[0]] = parameter.detach().float().cpu().contiguous()
-    return {layer: (pair["A"], pair["B"] * scale) for layer, pair in found.items()}
-
-
-def _write_lora(family: type[PipelineModel], module: nn.Module, config: Config, folder: Path) -> None:
     import diffusers
 
-    layers = lora_layers(module, config.model.lora.alpha / config.model.lora.rank)
     named = {
         f"{layer}.lora_{half}.weight": m for layer, pair in layers.items() for half, m in zip("AB", pair, strict=True)
     }

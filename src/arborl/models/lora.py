@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.errors import InputError
 
@@ -35,6 +35,19 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def is_injected(module: nn.Module) -> bool:
     return any(".lora_A." in name for name, _ in module.named_parameters())
+
+
+def pairs(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each adapted layer's two matrices on the host, the scale in the second: b·a is what is added to its weight."""
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLayer):
+            (adapter,) = layer.active_adapters
+            a, b = (half[adapter].get_parameter("weight").detach().cpu() for half in (layer.lora_A, layer.lora_B))
+            found[name] = a.contiguous(), (b * layer.scaling[adapter]).contiguous()
+    return found
 
 
 @contextmanager
