@@ -1,15 +1,21 @@
 """What is written for people: links lead somewhere, and what the pages name exists."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from arborl.cli import app
 from arborl.config import knobs, load_config, presets
+from arborl.scenes import FOLDER
 from arborl.train import train
+
+from conftest import tiny_overrides
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,7 +46,12 @@ def test_commands_name_what_exists(page: Path):
             continue
         if words[0] == "arborl":
             assert words[1] in app.commands
+        if words[0].startswith("scripts/"):
+            assert (ROOT / words[0]).is_file()
+            continue
         settings = [word for word in words if re.match(r"^[a-z_.]+=", word)]
+        # A pipeline of the reader's own is read for what it is; here there is one.
+        settings = [re.sub(r"^(model\.path)=path/to/.*", rf"\1={FOLDER}", word) for word in settings]
         preset = words[words.index("--config-name") + 1] if "--config-name" in words else "tree"
         assert preset in presets()
         load_config(preset, settings)
@@ -66,3 +77,27 @@ def test_settings_named_in_prose_exist(page: Path):
     sections = "model|sample|tree|kernel|advantage|train|eval|log|prompts"
     for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text()):
         assert key in known or key.endswith((".py", ".yaml", ".txt")), key
+
+
+SCRIPTS = {"embed_sd35": "sd3", "embed_flux": "flux", "train_sd35_8gpu": "sd3", "train_flux_8gpu": "flux"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_run(name: str, tiny_folder, tmp_path: Path):
+    """As they are, with one process and a tiny pipeline in the place of the real one."""
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    own = tiny_overrides(SCRIPTS[name], tiny_folder(SCRIPTS[name]))
+    own = [word for word in own if not word.startswith(("tree.", "sample.num_prompts", "sample.num_steps"))]
+    own += [f"prompts.cache={tmp_path / 'cache'}", f"log.dir={tmp_path / 'runs'}", "train.epochs=1"]
+    command = ["bash", str(ROOT / "scripts" / f"{name}.sh"), "prompts.txt", *own]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "GPUS": "1", "PATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
+    assert (tmp_path / "runs").exists() == name.startswith("train")
+
+
+def test_every_script_is_tried():
+    assert {path.stem for path in (ROOT / "scripts").iterdir()} == {*SCRIPTS}
