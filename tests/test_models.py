@@ -243,6 +243,15 @@ class TestPipelines:
             pipe.load_lora_weights(out, weight_name="comfyui.safetensors")
             torch.testing.assert_close(called(pipe, family, config, noise_of(model)), expected, rtol=0, atol=1e-4)
 
+    def test_in_half_precision_too(self, overrides, tmp_path: Path):
+        """As on a GPU: frozen weights in bfloat16, the adapter in float32, autocast; trained, exported, checked."""
+        half = ["model.dtype=bfloat16", "train.mixed_precision=bf16", "train.learning_rate=0.02", "train.epochs=1"]
+        run = train(load_config("tree", [*overrides, *half, f"log.dir={tmp_path}"]))
+        run_ok("export", str(run), str(tmp_path / "out"))
+        facts = json.loads((tmp_path / "out" / "export.json").read_text())["check"]
+        assert facts["rounded"]
+        assert facts["mean"] < 0.01
+
 
 def trained_model(config: Any, run: Path) -> Any:
     from arborl.checkpoint import load_weights, trainable, weights_of

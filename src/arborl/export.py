@@ -20,7 +20,8 @@ from .evaluate import generate, noise_of_seeds
 from .inputs import heldout_prompts
 from .job import start_accelerator
 from .models import load_model, lora, model_class
-from .models.pipeline import PipelineModel, dtypes
+from .models.pipeline import PipelineModel
+from .models.quiet import quiet_libraries
 from .models.source import Source
 
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
@@ -69,8 +70,12 @@ def export(
         aside.mkdir(parents=True)
     except OSError as error:
         raise InputError("out", to, f"cannot be made ({error.strerror})") from None
-    # The pipeline's own noise levels, so that a plain call can be compared.
+    # The pipeline's own noise levels, so that a plain call can be compared; and whole precision, so that it can be told
+    # apart from another, unless the settings say bfloat16.
     config = replace(config, sample=replace(config.sample, sigmas="pipeline"))
+    if config.model.dtype != "bfloat16":
+        model, train = replace(config.model, dtype="float32"), replace(config.train, mixed_precision="no")
+        config = replace(config, model=model, train=train)
     try:
         trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
         gc.collect()  # the trainer's model has left, the plain one may come
@@ -110,7 +115,8 @@ class Trained:
     base_picture: Tensor
     call: dict[str, Any]
     device: torch.device
-    rounded: bool  # to bfloat16, in memory or in what was written
+    dtype: torch.dtype
+    rounded: bool  # to bfloat16, in memory, in arithmetic or in what was written
 
     def lost(self, module: nn.Module) -> list[str]:
         """Layers whose LoRA a plain pipeline's module does not have as it was trained.
@@ -164,22 +170,27 @@ def _write(
     steps = config.eval.num_steps or config.sample.num_steps
     call = {"prompt": prompt.texts, "latents": model.as_pipeline_latents(noise[0]), "num_inference_steps": steps}
     call |= model.call_options()
-    rounded = model.dtype != torch.float32 or ((merge or not adapted) and dtype != torch.float32)
+    rounded = model.dtype != torch.float32 or accelerator.mixed_precision != "no"
+    rounded |= (merge or not adapted) and dtype != torch.float32
     layers = {} if merge else layers
-    return Trained(layers, prompt.texts[0], config.seed, own_picture, base_picture, call, model.device, rounded)
+    return Trained(
+        layers, prompt.texts[0], config.seed, own_picture, base_picture, call, model.device, model.dtype, rounded
+    )
 
 
 def _check(family: type[PipelineModel], config: Config, folder: Path, trained: Trained, to: Path) -> Check:
     """Load what was written as a user will, with nothing of ours in it but the scheduler's settings, and compare."""
     source = Source(str(folder)) if not trained.layers else family.open(config)
-    precision = dtypes(family.part, config, trained.device)
-    pipe = source.load(precision, lambda name: name not in family.left_out)
-    if trained.layers:
-        pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-    pipe.scheduler = family.integrator(config)
-    lost = trained.lost(getattr(pipe, family.part)) if trained.layers else []
-    call = trained.call | {"latents": trained.call["latents"].to(trained.device)}
-    check = trained.compare(pipe.to(trained.device)(**call, output_type="pt", return_dict=False)[0])
+    pipe = source.load({"default": trained.dtype}, lambda name: name not in family.left_out)
+    with quiet_libraries():  # they tell at length which parts a LoRA has nothing for
+        if trained.layers:
+            pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
+        lost = trained.lost(getattr(pipe, family.part)) if trained.layers else []
+        pipe.scheduler = family.integrator(config)
+        call = trained.call | {"latents": trained.call["latents"].to(trained.device, trained.dtype)}
+        if trained.device.type == "cuda":
+            pipe.enable_model_cpu_offload(device=trained.device)  # its parts in turn: T5 alone is 19 GB in float32
+        check = trained.compare(pipe(**call, output_type="pt", return_dict=False)[0])
     if check.passed and not lost:
         return check
     failed = to.with_name(f"{to.name}.failed")
@@ -229,9 +240,10 @@ def _copy_parts(source: Source, folder: Path, but: str) -> None:
 def _merge(source: Source, folder: Path, part: str, dtype: torch.dtype) -> None:
     """From a LoRA to a pipeline that has it in its weights, by diffusers' own means."""
     pipe = source.load({"default": torch.float32}, lambda name: name in (part, "scheduler"))
-    pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-    pipe.fuse_lora(components=[part])
-    pipe.unload_lora_weights()
+    with quiet_libraries():
+        pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
+        pipe.fuse_lora(components=[part])
+        pipe.unload_lora_weights()
     getattr(pipe, part).to(dtype).save_pretrained(folder / part)
     _copy_parts(source, folder, part)
     for name in (DIFFUSERS, COMFYUI):
