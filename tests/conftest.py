@@ -68,6 +68,7 @@ def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
         f"model.path={sd3_folder}",
         "model.max_sequence_length=2",
         "model.lora.rank=8",
+        "sample.guidance_scale=1",
         "rewards=scene",
         f"prompts.path={prompt_file}",
         "sample.resolution=64",

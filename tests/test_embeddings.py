@@ -1,6 +1,7 @@
 """Encoded prompts on disk: what is kept is what was encoded, what is damaged is encoded again, nothing twice."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ DAMAGE = {
     "cut short": lambda data: data[:-3],
     "empty": lambda data: b"",
     "a byte of the tensors": lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
-    "a byte of the head": lambda data: data[:30] + bytes([data[30] ^ 1]) + data[31:],
+    "the digest": lambda data: re.sub(rb'"digest":"..', rb'"digest":"xx', data),
+    "the text": lambda data: data.replace(b"a dog", b"a fog"),
     "something else": lambda data: b"not safetensors",
     "longer": lambda data: data + b"x",
 }
@@ -87,6 +89,7 @@ def test_a_damaged_entry_is_rebuilt_not_trusted(how: str, tmp_path: Path):
     first = cache.get(["a cat", "a dog"])
     path = cache.path("a dog")
     path.write_bytes(DAMAGE[how](path.read_bytes()))
+    assert cache.missing(["a cat", "a dog"]) == ["a dog"]
     assert equal(cache.get(["a cat", "a dog"]), first)
     assert encoder.asked == ["a cat", "a dog", "a dog"]
     assert equal(cache.get(["a dog", "a cat"]), {name: tensor[[1, 0]] for name, tensor in first.items()})
@@ -112,6 +115,15 @@ def test_an_entry_in_anothers_place_is_not_taken_for_it(tmp_path: Path):
     cache.path("a dog").write_bytes(cache.path("a cat").read_bytes())
     assert equal(cache.get(["a cat", "a dog"]), first)
     assert encoder.asked[2:] == ["a dog"]
+
+
+def test_a_long_list_is_not_read_to_the_end_to_go_on(tmp_path: Path):
+    cache = kept(tmp_path)
+    cache.get(["a cat", "a dog", "red house"])
+    path = cache.path("a dog")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    cache.path("red house").write_bytes(path.read_bytes()[:-1])
+    assert cache.missing(["a cat", "a dog", "red house"], verify=False) == ["red house"]
 
 
 def test_an_interrupted_fill_goes_on_where_it_stopped(tmp_path: Path):

@@ -3,7 +3,10 @@
 import hashlib
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from arborl.models import load_model, model_class
 from arborl.prompts import Prompts
 from arborl.train import train
 from arborl.update import gradients_by_group
+from bench.pipelines import build
 
 from conftest import CPU, TINY, make, tiny_overrides
 
@@ -225,7 +229,7 @@ class TestPipelines:
         run_ok("export", str(run), str(out), *(["--merge"] if how == "merged" else []))
         told = " ".join(capsys.readouterr().out.split())
         assert "gives the trainer's own picture" in told
-        assert ("layers are there" in told) == (how == "lora")
+        assert ("layers are there" if how == "lora" else "weights are there") in told
         facts = json.loads((out / "export.json").read_text())["check"]
         assert facts["largest"] <= 1e-4
         assert facts["from_base"] > 1e-4  # training did something
@@ -422,6 +426,52 @@ class TestExport:
             assert file.get_tensor("proj_out.weight").dtype == torch.bfloat16
         assert not list((tmp_path / "out").glob("*.safetensors"))
 
+    def test_a_pipeline_that_is_not_what_was_trained_does_not_pass_for_rounding(
+        self, run, tmp_path, capsys, monkeypatch
+    ):
+        """In half precision a picture may be a little off; weights may not."""
+        whole = diffusers.SD3Transformer2DModel.save_pretrained
+
+        def without(self: Any, *given: Any, **options: Any) -> None:
+            with torch.no_grad():
+                self.proj_out.weight.add_(1e-3)
+            whole(self, *given, **options)
+            with torch.no_grad():
+                self.proj_out.weight.sub_(1e-3)
+
+        monkeypatch.setattr(diffusers.SD3Transformer2DModel, "save_pretrained", without)
+        words = ["does not load all of it", "proj_out.weight"]
+        refused(["export", str(run), str(tmp_path / "out"), "--merge", "--dtype", "bfloat16"], words, capsys)
+
+    def test_a_lora_in_half_precision(self, run: Path, tmp_path: Path):
+        run_ok("export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16")
+        tensors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+    def test_what_diffusers_keeps_in_float32_stays_so(self, tiny_folder, tmp_path: Path):
+        overrides = [*tiny_overrides("wan", tiny_folder("wan")), f"log.dir={tmp_path}", "train.epochs=1"]
+        run = train(load_config("tree", overrides))
+        run_ok("export", str(run), str(tmp_path / "out"), "--merge", "--dtype", "bfloat16")
+        with safe_open(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
+            assert file.get_tensor("blocks.0.attn1.to_q.weight").dtype == torch.bfloat16
+            assert file.get_tensor("blocks.0.scale_shift_table").dtype == torch.float32
+
+    def test_from_another_folder(self, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        """A run remembers where its model lay, and needs its prompts no more; and goes on from there too."""
+        (tmp_path / "here").mkdir()
+        (tmp_path / "there").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        shutil.copytree(tiny_folder("sd"), "pipe")
+        Path("p.txt").write_text("a cat\na dog")
+        own = [word for word in tiny_overrides("sd", Path("x")) if not word.startswith("model.path")]
+        run_ok("train", "model.path=pipe", *own, "prompts.path=p.txt", "train.epochs=1", "run_name=x")
+        monkeypatch.chdir(tmp_path / "there")
+        run_ok("train", "--resume", "../here/runs/x", "train.epochs=2", "prompts.batch_size=4")
+        (tmp_path / "here" / "p.txt").unlink()
+        run_ok("export", "../here/runs/x", "out")
+        shutil.move(tmp_path / "here" / "pipe", tmp_path / "moved")
+        run_ok("export", "../here/runs/x", "again", "model.path=../moved")
+
     def test_a_named_checkpoint(self, run: Path, tmp_path: Path):
         run_ok("export", str(latest(run)), str(tmp_path / "out"))
         assert json.loads((tmp_path / "out" / "export.json").read_text())["checkpoint"] == latest(run).name
@@ -443,15 +493,15 @@ class TestExport:
     def test_what_does_not_load_back_is_not_exported(self, run: Path, tmp_path: Path, capsys, monkeypatch):
         """A loader that drops the LoRA; and one that loads it into a pipeline that draws something else."""
         monkeypatch.setattr(diffusers.StableDiffusion3Pipeline, "load_lora_weights", lambda *_, **__: None)
-        refused(["export", str(run), str(tmp_path / "out")], ["does not load all of it", "out.failed"], capsys)
+        refused(["export", str(run), str(tmp_path / "out")], ["does not load all of it", "out.failed-1"], capsys)
         assert not (tmp_path / "out").exists()
-        assert (tmp_path / "out.failed" / "pytorch_lora_weights.safetensors").is_file()
+        assert (tmp_path / "out.failed-1" / "pytorch_lora_weights.safetensors").is_file()
         monkeypatch.undo()
         whole = diffusers.StableDiffusion3Pipeline.__call__
         monkeypatch.setattr(
             diffusers.StableDiffusion3Pipeline, "__call__", lambda *a, **k: (whole(*a, **k)[0].flip(-1),)
         )
-        refused(["export", str(run), str(tmp_path / "out")], ["another picture", "out.failed"], capsys)
+        refused(["export", str(run), str(tmp_path / "out")], ["another picture", "out.failed-2"], capsys)
 
     def test_bad_input(self, run: Path, tmp_path: Path, capsys):
         full = tmp_path / "full"
@@ -485,8 +535,18 @@ def edited(folder: Path, to: Path, file: str, **values: Any) -> Path:
     return to
 
 
+T5 = ["sd3", "flux", "wan"]
 BAD = {
     "resolution": (TINY, ["sample.resolution=17"], ["sample.resolution=17", "multiples of"]),
+    "too large": (["sd3"], ["sample.resolution=512"], ["sample.resolution=512", "multiples of 4 up to 32"]),
+    "no tokens": (T5, ["model.max_sequence_length=0"], ["model.max_sequence_length=0", "T5", "1..512"]),
+    "too many tokens": (T5, ["model.max_sequence_length=600"], ["model.max_sequence_length=600", "at most 512"]),
+    "negative, told guidance": (["flux"], ["sample.negative_prompt=x"], ["sample.negative_prompt=x", "guidance"]),
+    "negative, no guidance": (
+        ["sd"],
+        ["sample.negative_prompt=x", "sample.guidance_scale=1"],
+        ["sample.negative_prompt=x", "guidance"],
+    ),
     "width": (TINY, ["sample.width=27"], ["sample.width=27", "multiples of"]),
     "lora": (TINY, ["model.lora.targets=[nose]"], ["model.lora.targets=['nose']", "to_q"]),
     "frames": (["sd3", "flux", "sd", "sdxl"], ["sample.num_frames=5"], ["sample.num_frames=5", "no videos"]),
@@ -501,6 +561,15 @@ def test_bad_input_is_one_line_and_nothing_is_written(name: str, which: str, tin
     overrides = [*tiny_overrides(which, tiny_folder(which)), f"log.dir={tmp_path / 'runs'}", *own]
     refused(["train", *overrides], words, capsys)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["sample", "eval", "embed"])
+def test_other_commands_look_before_they_do_anything(command: str, tiny_folder, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("a cat")
+    arguments = [command, *(["p.txt"] if command == "embed" else []), *tiny_overrides("flux", tiny_folder("flux"))]
+    refused([*arguments, "sample.num_frames=5", "prompts.cache=kept"], ["sample.num_frames=5", "no videos"], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.txt"]
 
 
 class TestBadPipelines:
@@ -529,11 +598,35 @@ class TestBadPipelines:
         folder = edited(tiny_folder("sd"), tmp_path / "zero", scheduler, **values)
         refused(["train", *tiny_overrides("sd", folder)], ["pure noise"], capsys)
 
-    @pytest.mark.parametrize("missing", ["transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"])
+    @pytest.mark.parametrize(
+        "missing", ["transformer/config.json", "transformer/diffusion_pytorch_model.safetensors", "tokenizer", "vae"]
+    )
     def test_an_incomplete_folder(self, tiny_folder, tmp_path: Path, capsys, missing: str):
         folder = edited(tiny_folder("sd3"), tmp_path / "part", "model_index.json")
-        (folder / missing).unlink()
+        shutil.rmtree(folder / missing) if (folder / missing).is_dir() else (folder / missing).unlink()
         refused(["train", *tiny_overrides("sd3", folder)], ["model.path=", "is incomplete"], capsys)
+
+    def test_weights_that_are_only_pointers(self, tiny_folder, tmp_path: Path, capsys):
+        """What a clone without git-lfs leaves."""
+        folder = edited(tiny_folder("sd"), tmp_path / "lfs", "model_index.json")
+        (folder / "text_encoder" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+        overrides = [*tiny_overrides("sd", folder), f"prompts.cache={tmp_path / 'cache'}"]
+        refused(["train", *overrides], ["model.path=", "is incomplete"], capsys)
+
+    def test_a_configuration_without_what_is_needed(self, tiny_folder, tmp_path: Path, capsys):
+        folder = edited(tiny_folder("sd3"), tmp_path / "part", "model_index.json")
+        (folder / "vae" / "config.json").write_text("{}")
+        words = ["model.path=", "configuration of its vae has no block_out_channels"]
+        refused(["train", *tiny_overrides("sd3", folder)], words, capsys)
+
+    def test_a_scheduler_whose_noise_levels_are_not_known(self, tiny_folder, tmp_path: Path, capsys):
+        index = {"scheduler": ["diffusers", "EDMDPMSolverMultistepScheduler"]}
+        folder = edited(tiny_folder("sdxl"), tmp_path / "edm", "model_index.json", **index)
+        refused(["train", *tiny_overrides("sdxl", folder)], ["EDMDPMSolver", "EulerDiscreteScheduler"], capsys)
+
+    def test_latents_with_a_mean_of_their_own(self, tiny_folder, tmp_path: Path, capsys):
+        folder = edited(tiny_folder("sdxl"), tmp_path / "mean", "vae/config.json", latents_mean=[0.0] * 4)
+        refused(["train", *tiny_overrides("sdxl", folder)], ["model.path=", "latents with a mean"], capsys)
 
     def test_a_pipeline_without_support_names_those_with(self, tmp_path: Path, capsys):
         (tmp_path / "model_index.json").write_text('{"_class_name": "CogVideoXPipeline"}')
@@ -556,3 +649,41 @@ def test_nothing_is_fetched_when_offline(tiny_folder, tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match="hf download"):
         make(["model=sd35_medium", "rewards=brightness"], "tree")
     assert not tried
+
+
+def test_a_hub_model_is_taken_from_the_cache(tmp_path: Path):
+    """By its id, offline, from a snapshot as the hub's own client makes it: links to blobs, weights in shards."""
+    repository, commit = tmp_path / "hub" / "models--some--model", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    pipe = build("flux")
+    pipe.save_pretrained(tmp_path / "plain", max_shard_size="200KB")
+    assert list((tmp_path / "plain" / "transformer").glob("*-of-*.safetensors"))
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "blobs").mkdir()
+    for file in sorted(path for path in (tmp_path / "plain").rglob("*") if path.is_file()):
+        name = file.relative_to(tmp_path / "plain")
+        blob = repository / "blobs" / hashlib.sha256(str(name).encode()).hexdigest()
+        shutil.copy(file, blob)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blob)
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    own = [word for word in tiny_overrides("flux", Path("x")) if not word.startswith("model.path")]
+    small = ["train.epochs=1", "run_name=x", f"prompts.cache={tmp_path / 'cache'}"]
+    for command in (["train", "model.path=some/model", *own, *small], ["export", "runs/x", "out", "--merge"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "arborl", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "text_encoder_2" / "model.safetensors").is_file()
+    assert not (tmp_path / "out" / "text_encoder_2" / "model.safetensors").is_symlink()
+    (snapshot / "vae" / "config.json").unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "arborl", "train", "model.path=some/model", *own],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "not whole in the hub's cache" in done.stderr

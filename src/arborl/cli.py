@@ -4,17 +4,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from . import __version__
-from .config import load_config, presets, read_config
-from .config.schema import Config
+from .config import load_config, presets
 from .core.errors import InputError
 
 out = Console(highlight=False)
@@ -55,10 +52,11 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
 
     Example: arborl train tree.k=3 train.learning_rate=5e-5 run_name=wide
     """
+    from .runs import config_of
     from .train import train as run_training
 
     try:
-        run_training(_config_of(resume, config_name, overrides, fixed=FIXED_ON_RESUME), resume)
+        run_training(config_of(resume, config_name, overrides, resume=True), resume)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -125,44 +123,13 @@ def sample(
 
     Example: arborl sample -p "a large red circle at the left on a blue background" -n 8 --run runs/tree-1
     """
-    import torch
+    from .runs import config_of
+    from .sample import sample as sample_pictures
 
-    from .draw import save_picture, sheet
-    from .evaluate import generate, noise_of_seeds
-    from .inputs import heldout_prompts
-    from .models import model_class
-    from .prompts import Prompts, load_prompts
-    from .record import as_bytes, stills
-
-    config = _config_of(run, config_name, overrides)
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
-    if prompt or config.prompts.path:
-        prompts = Prompts([*prompt], {}) if prompt else load_prompts(config.prompts.path)
-        count = count or len(prompts)
-    else:
-        prompts = heldout_prompts(config, model_class(config))
-        count = count or min(16, len(prompts))
-    prompts = prompts.take([i % len(prompts) for i in range(count)])
-    model = _load(config, run, prompts.texts)
-    seeds = [config.seed + i for i in range(count)]
-    with Console(stderr=True).status(f"{count} pictures"):
-        noise = noise_of_seeds(seeds, model.latent_shape)
-        leaves = generate(model, prompts, torch.arange(count), config, noise)[:, 0]
-        pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
-    files = [save_picture(picture, to / f"{i:05d}") for i, picture in enumerate(pictures)]
-    rows = [
-        {"file": file.name, "prompt": text, "seed": seed}
-        for file, text, seed in zip(files, prompts.texts, seeds, strict=True)
-    ]
-    (to / "index.jsonl").write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
-    sheet(stills(pictures)[:64], prompts.texts[:64], to / "sheet.png")
-    kind = "picture" if pictures.ndim == 4 else "video"
-    out.print(f"{to}: {len(pictures)} {kind}(s), sheet.png, and index.jsonl with their prompts")
+    config = config_of(run, config_name, overrides)
+    with Console(stderr=True).status("making pictures"):
+        made = sample_pictures(config, run, prompt, count, to)
+    out.print(made)
 
 
 @app.command("eval")
@@ -181,11 +148,13 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     from .inputs import heldout_prompts
     from .models import model_class
     from .rewards import load_rewards
+    from .runs import config_of, load
 
-    config = _config_of(run, config_name, overrides)
+    config = config_of(run, config_name, overrides)
     rewards = load_rewards(config.rewards, config.advantage.combine)
+    model_class(config).check(config, may_fetch=True)
     prompts = heldout_prompts(config, model_class(config))
-    model = _load(config, run, prompts.texts[: config.eval.num_prompts])
+    model = load(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
     if as_json:
@@ -215,13 +184,15 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
     """
     from .embed import embed
     from .job import start_accelerator
+    from .models import model_class
     from .prompts import load_prompts
 
     config = load_config(config_name or "tree", overrides)
     texts = load_prompts(str(prompts), key="PROMPTS").texts
+    model_class(config).check(config, may_fetch=True)
     accelerator = start_accelerator(config)
     try:
-        found = embed(config, texts, accelerator)
+        found = embed(config, texts, accelerator, verify=False)
     except KeyboardInterrupt:
         click.echo("stopped; what was encoded is kept, and the same command goes on", err=True)
         sys.exit(130)
@@ -246,7 +217,7 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Precision of a pipeline's trained part.",
+    help="Precision of what is written.",
 )
 def export_command(
     run: Path, to: Path, overrides: tuple[str, ...], average: bool | None, merge: bool, dtype: str
@@ -259,11 +230,11 @@ def export_command(
     Example: arborl export runs/tree-1 my-lora
     """
     from .export import export
+    from .runs import checkpoint_of, config_of
 
-    config = _config_of(run, None, overrides)
-    export(
-        config, _checkpoint(run), to, average, merge, dtype, lambda text: out.print(text, soft_wrap=True, markup=False)
-    )
+    config = config_of(run, None, overrides)
+    for line in export(config, checkpoint_of(run), to, average, merge, dtype):
+        out.print(line, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -323,58 +294,6 @@ def compare(
 
     protocol = Protocol(tuple(range(seeds)), compute or 0.0, seconds or 0.0, common, points)
     cli.compare([Cell(text) for text in cells], protocol, to, baseline, workers, dry_run, as_json, out)
-
-
-FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
-
-
-def _config_of(run: Path | None, name: str | None, overrides: Sequence[str], fixed: tuple[str, ...] = ()) -> Config:
-    """The configuration of a run, or of a preset, with overrides."""
-    if run is None:
-        return load_config(name or "tree", overrides)
-    from .checkpoint import latest
-
-    run, _ = _run_and_checkpoint(run)
-    latest(run)  # says so if the folder is not a run's
-    if name is not None:
-        raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
-    for text in overrides:
-        if text.lstrip("+~").startswith(fixed):
-            key, _, value = text.partition("=")
-            raise InputError(key, value, "cannot change when a run goes on", "the value it was started with")
-    return read_config(run / "config.yaml", overrides)
-
-
-def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
-    """A run's folder, or one of the checkpoints in it."""
-    return (path.parent.parent, path) if (path / "state.json").is_file() else (path, None)
-
-
-def _checkpoint(run: Path) -> Path:
-    """A run's newest checkpoint, or the one that is named."""
-    from .checkpoint import latest
-
-    folder, checkpoint = _run_and_checkpoint(run)
-    checkpoint = checkpoint or latest(folder)
-    if checkpoint is None:
-        raise InputError("run", run, "has no checkpoint yet")
-    return checkpoint
-
-
-def _load(config: Config, run: Path | None, texts: Sequence[str]) -> Any:
-    """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
-    from .checkpoint import load_weights, trainable, weights_of
-    from .embed import embed
-    from .job import start_accelerator
-    from .models import load_model
-
-    accelerator = start_accelerator(config)
-    embed(config, texts, accelerator)
-    model = load_model(config, accelerator.device)
-    if run is not None:
-        load_weights(trainable(model.module), weights_of(_checkpoint(run)))
-    model.module = accelerator.prepare(model.module)
-    return model
 
 
 def _number(value: float) -> float | None:

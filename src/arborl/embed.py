@@ -26,13 +26,16 @@ class Embedded(NamedTuple):
         return f"embeddings: {done}, {self.texts - self.encoded} kept from before, in {self.folder}"
 
 
-def embed(config: Config, texts: Sequence[str], accelerator: Accelerator) -> Embedded | None:
-    """Encode what of these texts is not on disk yet; None for a model that encodes its prompts on the spot."""
+def embed(config: Config, texts: Sequence[str], accelerator: Accelerator, verify: bool = True) -> Embedded | None:
+    """Encode what of these texts is not on disk yet; None for a model that encodes its prompts on the spot.
+
+    `verify` reads what is on disk, so that nothing is found damaged once the model is in memory.
+    """
     embeddings = model_class(config).embeddings(config, accelerator.device)
     if embeddings is None:
         return None
     start, rank, ranks = time.perf_counter(), accelerator.process_index, accelerator.num_processes
-    missing = embeddings.missing(texts)
+    missing = embeddings.missing(texts, verify)
     accelerator.wait_for_everyone()  # all have looked before one writes, so all see the same list
     columns = TextColumn("encoding prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=rank > 0 or not missing, transient=True) as bar:
@@ -40,7 +43,7 @@ def embed(config: Config, texts: Sequence[str], accelerator: Accelerator) -> Emb
         embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
         accelerator.wait_for_everyone()
         # On one disk this finds nothing; machines that share none encode the rest themselves.
-        embeddings.fill(embeddings.missing(texts), config.prompts.batch_size)
+        embeddings.fill(embeddings.missing(texts, verify=False), config.prompts.batch_size)
     count = len(dict.fromkeys([*embeddings.always, *texts]))
     return Embedded(count, len(missing), time.perf_counter() - start, str(embeddings.folder))
 

@@ -1,9 +1,10 @@
 """A run's weights for others to use: a diffusers LoRA or pipeline, loaded again with plain diffusers and checked."""
 
 import gc
+import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed
 from .evaluate import generate, noise_of_seeds
-from .inputs import heldout_prompts
 from .job import start_accelerator
 from .models import load_model, lora, model_class
 from .models.pipeline import PipelineModel
 from .models.quiet import quiet_libraries
 from .models.source import Source
+from .prompts import Prompts
 
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
 
@@ -50,11 +51,11 @@ def export(
     average: bool | None,
     merge: bool,
     dtype: str,
-    say: Callable[[str], None],
-) -> Check:
+) -> list[str]:
     """Write a checkpoint's weights to the new folder `to` and check them; nothing is there unless they pass.
 
-    A LoRA as diffusers and as ComfyUI name its layers, or with `merge`, or after a full fine-tune, the pipeline.
+    A LoRA as diffusers and as ComfyUI name its layers; with `merge`, or after a full fine-tune, the pipeline. Returns
+    what to tell of it.
     """
     family = model_class(config)
     if not issubclass(family, PipelineModel):
@@ -63,6 +64,7 @@ def export(
     to = to.resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InputError("out", to, "is there already", "a new folder")
+    family.check(config, may_fetch=True)
     weights = _weights(checkpoint, average)
     aside = to.with_name(f".{to.name}.tmp")
     try:
@@ -77,9 +79,10 @@ def export(
         model, train = replace(config.model, dtype="float32"), replace(config.train, mixed_precision="no")
         config = replace(config, model=model, train=train)
     try:
-        trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
-        gc.collect()  # the trainer's model has left, the plain one may come
-        check = _check(family, config, aside, trained, to)
+        with torch.backends.cudnn.flags(allow_tf32=False):  # which a GPU's convolutions would round to
+            trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
+            gc.collect()  # the trainer's model has left, the plain one may come
+            check = _check(family, config, aside, trained, to)
         facts = {"run": str(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": weights.stem}
         facts |= {"base": family.path(config), "check": vars(check)}
         (aside / "export.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -91,17 +94,16 @@ def export(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     which = f"{'the average of the weights' if weights.stem == 'ema' else 'the weights'} of {checkpoint.name}"
-    if trained.layers:
-        say(f"{to}: {which}, a LoRA for {family.pipeline}.load_lora_weights")
-        say(f"{to / COMFYUI}: the same under the names ComfyUI reads")
-    else:
-        say(f"{to}: {which}, in a {family.pipeline} for from_pretrained")
-    layers = f"all {len(trained.layers)} layers are there, and " if trained.layers else ""
-    say(
-        f"checked with plain diffusers: {layers}seed {check.seed} gives the trainer's own picture of “{check.prompt}” "
-        f"(pixels off by {check.largest:.1e} at most; from the untrained model's by {check.from_base:.1e} on average)"
+    what = f"all {len(trained.layers)} layers are" if trained.layers else f"all {len(trained.digests)} weights are"
+    checked = (
+        f"checked with plain diffusers: {what} there, and seed {check.seed} gives the trainer's own picture of "
+        f"“{check.prompt}” (pixels off by {check.mean:.1e} on average and {check.largest:.1e} at most; from the "
+        f"untrained model's by {check.from_base:.1e} on average)"
     )
-    return check
+    if not trained.layers:
+        return [f"{to}: {which}, in a {family.pipeline} for from_pretrained", checked]
+    comfyui = f"{to / COMFYUI}: the same under the names ComfyUI reads"
+    return [f"{to}: {which}, a LoRA for {family.pipeline}.load_lora_weights", comfyui, checked]
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Trained:
     """What the trainer's own model made, before it left memory, and how to ask a plain pipeline for the same."""
 
     layers: dict[str, tuple[Tensor, Tensor]]  # of the LoRA that was written; none where a pipeline was
+    digests: dict[str, str]  # of the pipeline's trained part
     prompt: str
     seed: int
     picture: Tensor
@@ -119,15 +122,18 @@ class Trained:
     rounded: bool  # to bfloat16, in memory, in arithmetic or in what was written
 
     def lost(self, module: nn.Module) -> list[str]:
-        """Layers whose LoRA a plain pipeline's module does not have as it was trained.
+        """What of the weights a plain pipeline's module does not have as they were written.
 
-        A picture alone could not tell, where little was learnt.
+        A picture alone could not tell, where little was learnt or much is rounded.
         """
-        found = lora.pairs(module)
+        if self.digests:
+            found = _digests(module)
+            return [name for name, digest in self.digests.items() if found.get(name) != digest]
+        there = lora.pairs(module)
 
         def arrived(layer: str, pair: tuple[Tensor, Tensor]) -> bool:
-            return layer in found and all(
-                torch.equal(there, t.to(there.dtype)) for there, t in zip(found[layer], pair, strict=True)
+            return layer in there and all(
+                torch.equal(a, b.to(a.dtype)) for a, b in zip(there[layer], pair, strict=True)
             )
 
         return [layer for layer, pair in self.layers.items() if not arrived(layer, pair)]
@@ -143,7 +149,7 @@ def _write(
 ) -> Trained:
     """Load the trainer's model, draw its picture, and write its weights."""
     accelerator = start_accelerator(config)
-    prompt = heldout_prompts(config, family).take([0])
+    prompt = Prompts([family.heldout_prompts[0]], {})  # a run's own file may have stayed elsewhere
     embed(config, prompt.texts, accelerator)
     model = load_model(config, accelerator.device)
     assert isinstance(model, PipelineModel)
@@ -158,23 +164,33 @@ def _write(
     load_weights(trainable(module), weights)
     own_picture = picture()
     adapted = lora.is_injected(module)
-    layers = lora.pairs(module) if adapted else {}
+    layers, digests = {}, {}
     if adapted:
+        layers = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in lora.pairs(module).items()}
+    if adapted and not merge:
         _write_lora(family, layers, folder)
-    if adapted and merge:
-        _merge(model.source, folder, family.part, dtype)
-    if not adapted:
-        module.to(dtype).save_pretrained(folder / family.part)  # pyright: ignore[reportCallIssue]
+    else:
+        whole = _merged(model.source, family.part, layers) if adapted else module
+        _round(whole, dtype)
+        whole.save_pretrained(folder / family.part)  # pyright: ignore[reportCallIssue]
+        layers, digests = {}, _digests(whole)
         _copy_parts(model.source, folder, family.part)
     accelerator.free_memory()
     steps = config.eval.num_steps or config.sample.num_steps
     call = {"prompt": prompt.texts, "latents": model.as_pipeline_latents(noise[0]), "num_inference_steps": steps}
     call |= model.call_options()
-    rounded = model.dtype != torch.float32 or accelerator.mixed_precision != "no"
-    rounded |= (merge or not adapted) and dtype != torch.float32
-    layers = {} if merge else layers
+    rounded = torch.bfloat16 in (model.dtype, dtype) or accelerator.mixed_precision != "no"
     return Trained(
-        layers, prompt.texts[0], config.seed, own_picture, base_picture, call, model.device, model.dtype, rounded
+        layers,
+        digests,
+        prompt.texts[0],
+        config.seed,
+        own_picture,
+        base_picture,
+        call,
+        model.device,
+        model.dtype,
+        rounded,
     )
 
 
@@ -185,7 +201,7 @@ def _check(family: type[PipelineModel], config: Config, folder: Path, trained: T
     with quiet_libraries():  # they tell at length which parts a LoRA has nothing for
         if trained.layers:
             pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-        lost = trained.lost(getattr(pipe, family.part)) if trained.layers else []
+        lost = trained.lost(getattr(pipe, family.part))
         pipe.scheduler = family.integrator(config)
         call = trained.call | {"latents": trained.call["latents"].to(trained.device, trained.dtype)}
         if trained.device.type == "cuda":
@@ -193,13 +209,13 @@ def _check(family: type[PipelineModel], config: Config, folder: Path, trained: T
         check = trained.compare(pipe(**call, output_type="pt", return_dict=False)[0])
     if check.passed and not lost:
         return check
-    failed = to.with_name(f"{to.name}.failed")
-    shutil.rmtree(failed, ignore_errors=True)
+    numbers = itertools.count(1)
+    failed = next(path for n in numbers if not (path := to.with_name(f"{to.name}.failed-{n}")).exists())
     folder.rename(failed)
     problem = f"loaded with plain diffusers it gives another picture (pixels off by {check.largest:.1e} at most, "
     problem += f"{check.mean:.1e} on average)"
     if lost:
-        problem = f"plain diffusers does not load all of it ({len(lost)} layers are not as they were, as {lost[0]})"
+        problem = f"plain diffusers does not load all of it ({len(lost)} weights are not as written, such as {lost[0]})"
     raise InputError("out", to, f"{problem}; what was written is in {failed}")
 
 
@@ -237,14 +253,25 @@ def _copy_parts(source: Source, folder: Path, but: str) -> None:
     shutil.copy(source.folder / "model_index.json", folder / "model_index.json")
 
 
-def _merge(source: Source, folder: Path, part: str, dtype: torch.dtype) -> None:
-    """From a LoRA to a pipeline that has it in its weights, by diffusers' own means."""
-    pipe = source.load({"default": torch.float32}, lambda name: name in (part, "scheduler"))
-    with quiet_libraries():
-        pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-        pipe.fuse_lora(components=[part])
-        pipe.unload_lora_weights()
-    getattr(pipe, part).to(dtype).save_pretrained(folder / part)
-    _copy_parts(source, folder, part)
-    for name in (DIFFUSERS, COMFYUI):
-        (folder / name).unlink()
+def _merged(source: Source, part: str, layers: dict[str, tuple[Tensor, Tensor]]) -> nn.Module:
+    """The trained part as it was before training, with a LoRA added to its weights."""
+    module: nn.Module = getattr(source.load({"default": torch.float32}, lambda name: name in (part, "scheduler")), part)
+    for layer, (a, b) in layers.items():
+        module.get_submodule(layer).get_parameter("weight").data += b.float() @ a.float()
+    return module
+
+
+def _round(module: nn.Module, dtype: torch.dtype) -> None:
+    """To the precision asked for, but for what diffusers keeps in float32 wherever it loads it."""
+    keep = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in module.named_parameters():
+        if not keep & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _digests(module: nn.Module) -> dict[str, str]:
+    """A hash of each weight's values, whatever precision it is held in."""
+    return {
+        name: hashlib.sha256(parameter.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()).hexdigest()
+        for name, parameter in module.named_parameters()
+    }

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .collect import gather
-from .config import save_config
+from .config import save_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 
@@ -41,7 +41,7 @@ class Run:
         self.folder = Path(broadcast_object_list(name)[0])
         config.run_name = self.folder.name
         if self.main:
-            save_config(config, self.folder / "config.yaml")
+            save_config(with_whole_paths(config), self.folder / "config.yaml")
             self._drop_metrics_from(epoch)
             self.trained = sum(map(training_seconds, self.read_metrics()))
         accelerator.project_configuration.logging_dir = str(self.folder)

@@ -52,7 +52,7 @@ def load_prompts(path: str, default: Sequence[str] = (), key: str = "prompts.pat
     if not file.is_file():
         raise InputError(key, path, "there is no such file")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # a prompt may hold other characters that end a line
     except UnicodeDecodeError as error:
         raise InputError(key, path, f"is not UTF-8 text (byte {error.start})") from None
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]

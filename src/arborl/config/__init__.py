@@ -92,6 +92,20 @@ def save_config(config: Config, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
+def with_whole_paths(config: Config) -> Config:
+    """The same with paths that mean the same from any folder, so that a run can be looked at from anywhere."""
+
+    def whole(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=whole(config.model.path)),
+        prompts=dataclasses.replace(config.prompts, path=whole(config.prompts.path)),
+        eval=dataclasses.replace(config.eval, prompts=whole(config.eval.prompts)),
+    )
+
+
 def _locate(name: str) -> tuple[Path, str, list[str]]:
     if name.endswith((".yaml", ".yml")) or (name not in presets() and Path(f"{name}.yaml").is_file()):
         path = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml").resolve()

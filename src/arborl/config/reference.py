@@ -1,7 +1,8 @@
 """docs/config.md, written from the schema: `python -m arborl.config.reference > docs/config.md`."""
 
 import dataclasses
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from . import groups, knobs, load_config, options, presets
 from .schema import MISSING
@@ -34,6 +35,8 @@ def _default(item: dataclasses.Field[Any]) -> str:
         return "required"
     if value == "":
         return "–"
+    if value is None:
+        return "`null`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`".replace("'", "")
 
 
@@ -42,11 +45,13 @@ def _takes(item: dataclasses.Field[Any]) -> str:
     if meta["choices"]:
         return ", ".join(f"`{choice}`" for choice in meta["choices"])
     kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
-    words = [kinds.get(item.type, "list")]  # pyright: ignore[reportArgumentType]
+    options = [kind for kind in get_args(item.type) if kind is not NoneType] if NoneType in get_args(item.type) else []
+    words = [kinds.get(options[0] if options else item.type, "list")]  # pyright: ignore[reportArgumentType]
     words += [f"above {meta['above']}"] if meta["above"] is not None else []
     words += [f"{meta['low']} or more"] if meta["low"] is not None else []
     words += [f"below {meta['below']}"] if meta["below"] is not None else []
     words += [f"at most {meta['high']}"] if meta["high"] is not None else []
+    words += ["or null"] if options else []
     return ", ".join(words)
 
 

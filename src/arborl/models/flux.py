@@ -19,6 +19,7 @@ class FluxModel(PipelineModel):
     """Latents are kept unpacked, as pictures; packing is a matter of the call."""
 
     pipeline = "FluxPipeline"
+    t5 = "text_encoder_2"
     cfg = False  # guidance is distilled into the weights, which are told its scale
     lora_targets = (
         "attn.add_k_proj",
@@ -77,9 +78,6 @@ class FluxModel(PipelineModel):
 
     def as_pipeline_latents(self, latents: Tensor) -> Tensor:
         return pack(latents)
-
-    def call_options(self) -> dict[str, Any]:
-        return super().call_options() | {"max_sequence_length": self.config.model.max_sequence_length}
 
 
 class _WholeGradient(torch.autograd.Function):

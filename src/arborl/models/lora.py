@@ -1,5 +1,6 @@
 """Low-rank adapters on any module, by peft: put in, switched off, told from the base weights."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,18 +14,26 @@ def inject(module: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -
     """Adapt every linear layer whose name ends in one of `targets`, in float32, starting as a no-op."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in linear)]
-    if not targets:
-        raise InputError("model.lora.targets", [], "this model names no layers to adapt", "names of its linear layers")
-    if unmatched:
-        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
-        raise InputError("model.lora.targets", unmatched, "no linear layer of the model has such a name", known)
+    check_targets(module, targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")  # pyright: ignore[reportArgumentType]
     inject_adapter_in_model(config, module)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
+
+
+def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
+    """Every name must end that of a linear layer."""
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in linear)]
+    if not targets:
+        raise InputError("model.lora.targets", [], "this model names no layers to adapt", "names of its linear layers")
+    if unmatched:
+        # The end of a name that says something: to_q, to_out.0, ff.net.2.
+        ends = {re.search(r"[^.]+(\.net)?(\.\d+)?(\.proj)?$", name)[0] for name in linear}  # pyright: ignore[reportOptionalSubscript]
+        raise InputError(
+            "model.lora.targets", unmatched, "no linear layer of the model has such a name", ", ".join(sorted(ends))
+        )
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.schedule import Schedule
 from ..prompts import HELDOUT_PICTURES, PICTURES
+from . import lora
 from .base import Cond, Model
 from .embeddings import Embeddings, Encode, cache_folder, fingerprint
 from .guidance import guided
@@ -36,6 +37,12 @@ class PipelineModel(Model):
     """What `embed` gives, in the order in which `velocity` takes it."""
     cfg: ClassVar[bool] = True
     """Whether guidance means a second, unconditional half of each call."""
+    t5: ClassVar[str] = ""
+    """The part that is a T5, for pipelines that are told how many tokens to give one."""
+    left_out: ClassVar[Sequence[str]] = ()
+    """Parts that are not needed even to make a picture."""
+    schedulers: ClassVar[Sequence[str]] = ("FlowMatchEulerDiscreteScheduler",)
+    """Those whose settings say which noise levels the model knows."""
 
     @classmethod
     @abstractmethod
@@ -54,19 +61,18 @@ class PipelineModel(Model):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
         self.source = self.open(config)
+        self._check_settings(self.source, config)
         self.latent_shape = self.sizes(self.source, config)
         self.kept = self.embeddings(config, device)
         precision = dtypes(self.part, config, device)
         self.dtype = precision[self.part]
-        wanted = (lambda name: not is_text(name)) if self.kept else (lambda name: True)
-        self.pipe = self.source.load(precision, wanted, **self.left_out).to(device)
+        self.pipe = self.source.load(
+            precision, lambda name: name not in self.left_out and not (self.kept and is_text(name))
+        ).to(device)
         for part in self.pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
         self.module = getattr(self.pipe, self.part)
-
-    left_out: ClassVar[dict[str, None]] = {}
-    """Parts that are not needed even to make a picture."""
 
     @classmethod
     def open(cls, config: Config, may_fetch: bool = True) -> Source:
@@ -79,7 +85,36 @@ class PipelineModel(Model):
     @classmethod
     def check(cls, config: Config, may_fetch: bool) -> None:
         super().check(config, may_fetch)
-        cls.sizes(cls.open(config, may_fetch), config)
+        source = cls.open(config, may_fetch)
+        cls._check_settings(source, config)
+        cls.sizes(source, config)
+        if config.model.train == "lora":
+            lora.check_targets(cls.skeleton(source), config.model.lora.targets or cls.lora_targets)
+
+    @classmethod
+    def _check_settings(cls, source: Source, config: Config) -> None:
+        """What all families may be asked in vain."""
+        scheduler, tokens = source.index["scheduler"][1], config.model.max_sequence_length
+        if scheduler not in cls.schedulers:
+            problem = f"what its {scheduler} says of noise levels is not known here"
+            raise InputError("model.path", source.path, problem, f"one with a {', '.join(cls.schedulers)}")
+        if cls.t5 in source.parts and tokens == 0:
+            raise InputError(
+                "model.max_sequence_length", tokens, "this pipeline has a T5, which needs tokens", "1..512"
+            )
+        if cls.t5 and tokens > 512:
+            raise InputError("model.max_sequence_length", tokens, "this pipeline takes no more", "at most 512")
+        if config.sample.negative_prompt and not cls.guides(config):
+            problem = "without classifier-free guidance nothing leads away from it"
+            raise InputError("sample.negative_prompt", config.sample.negative_prompt, problem, "an empty one")
+
+    @classmethod
+    def skeleton(cls, source: Source) -> torch.nn.Module:
+        """The trained part without its weights."""
+        import diffusers
+
+        with torch.device("meta"):
+            return getattr(diffusers, source.index[cls.part][1]).from_config(source.config(cls.part))
 
     @classmethod
     def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
@@ -95,16 +130,20 @@ class PipelineModel(Model):
             "dtype": str(precision).removeprefix("torch."),
         }
         encoder = partial(_text_encoders, cls, config, device)
-        negative = [config.sample.negative_prompt] if cls.guides(config) else []
-        return Embeddings(cache_folder(config.prompts.cache), settings, encoder, negative)
+        return Embeddings(cache_folder(config.prompts.cache), settings, encoder, cls.led_away_from(config))
 
     @classmethod
     def guides(cls, config: Config) -> bool:
         return cls.cfg and config.sample.guidance_scale > 1
 
+    @classmethod
+    def led_away_from(cls, config: Config) -> list[str]:
+        """The text that every prompt needs beside it, if there is guidance."""
+        return [config.sample.negative_prompt] if cls.guides(config) else []
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        texts = [*prompts, *([self.config.sample.negative_prompt] if self.guides(self.config) else [])]
+        texts = [*prompts, *self.led_away_from(self.config)]
         if self.kept:
             found = self.kept.get(texts, self.config.prompts.batch_size)
         else:
@@ -185,8 +224,12 @@ class PipelineModel(Model):
         """What a plain call of the pipeline takes to make the engine's picture, besides prompt, noise and steps."""
         sample = self.config.sample
         height, width = picture_size(self.config)
-        negative = {"negative_prompt": sample.negative_prompt} if self.cfg and sample.negative_prompt else {}
-        return {"height": height, "width": width, "guidance_scale": sample.guidance_scale} | negative
+        options: dict[str, Any] = {"height": height, "width": width, "guidance_scale": sample.guidance_scale}
+        if sample.negative_prompt:
+            options["negative_prompt"] = sample.negative_prompt
+        if self.t5:
+            options["max_sequence_length"] = self.config.model.max_sequence_length
+        return options
 
 
 def is_text(part: str) -> bool:
@@ -196,13 +239,10 @@ def is_text(part: str) -> bool:
 @contextmanager
 def _text_encoders(family: type[PipelineModel], config: Config, device: torch.device) -> Iterator[Encode]:
     """The text encoders alone, on the device, for as long as they are needed."""
-    import diffusers
-
     source, loaded = family.open(config), []
-    with torch.device("meta"):  # an encoder may ask for the trained part's sizes, never for its weights
-        shape = getattr(diffusers, source.index[family.part][1]).from_config(source.config(family.part))
+    shape = {family.part: family.skeleton(source)}  # an encoder may ask for its sizes, never for its weights
     precision = dtypes(family.part, config, device)
-    pipe = source.load(precision, lambda name: is_text(name) or name == "scheduler", **{family.part: shape})
+    pipe = source.load(precision, lambda name: is_text(name) or name == "scheduler", **shape)
     for name in source.parts:
         if is_text(name) and isinstance(part := getattr(pipe, name), torch.nn.Module):
             loaded.append(part.eval().requires_grad_(False).to(device))
@@ -232,16 +272,18 @@ def latent_size(config: Config, factor: int, patch: int, largest: int | None = N
     sides = {"sample.resolution": config.sample.resolution, "sample.width": config.sample.width}
     for key, side in sides.items():
         if side is not None and (side % (factor * patch) or (largest and side > largest)):
-            problem = f"this model's pictures come in multiples of {factor * patch}"
-            near = max(1, round(side / (factor * patch))) * factor * patch
-            raise InputError(key, side, problem, f"{factor * patch}..{largest}" if largest else f"{near}, say")
+            most = f" up to {largest}" if largest else ""
+            raise InputError(key, side, "this model cannot make such a picture", f"multiples of {factor * patch}{most}")
     height, width = picture_size(config)
     return height // factor, width // factor
 
 
 def vae_factor(source: Source) -> int:
     """How much smaller than the picture an AutoencoderKL's latent is."""
-    return 2 ** (len(source.config("vae")["block_out_channels"]) - 1)
+    vae = source.config("vae")
+    if vae.get("latents_mean") is not None:
+        raise InputError("model.path", source.path, "latents with a mean of their own are not supported")
+    return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def dtypes(part: str, config: Config, device: torch.device) -> dict[str, torch.dtype]:

@@ -18,7 +18,17 @@ class SDModel(PipelineModel):
     diffusion = True
     part = "unet"
     inputs = ("text",)
-    left_out = {"safety_checker": None, "feature_extractor": None, "image_encoder": None}  # noqa: RUF012
+    left_out = ("safety_checker", "feature_extractor", "image_encoder")
+    schedulers = (
+        "PNDMScheduler",
+        "DDIMScheduler",
+        "DDPMScheduler",
+        "EulerDiscreteScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "DPMSolverMultistepScheduler",
+        "LMSDiscreteScheduler",
+        "UniPCMultistepScheduler",
+    )  # all of them on the ᾱ of the same three numbers
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's, and diffusers' own LoRA training
 
     @classmethod

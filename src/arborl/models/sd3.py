@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ..config.schema import Config
-from ..core.errors import InputError
 from .pipeline import PipelineModel, latent_size, vae_factor
 from .source import Source
 
 
 class SD3Model(PipelineModel):
     pipeline = "StableDiffusion3Pipeline"
+    t5 = "text_encoder_3"
     lora_targets = (
         "attn.add_k_proj",
         "attn.add_q_proj",
@@ -26,8 +26,6 @@ class SD3Model(PipelineModel):
 
     @classmethod
     def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
-        if config.model.max_sequence_length == 0 and "text_encoder_3" in source.parts:
-            raise InputError("model.max_sequence_length", 0, "this pipeline has a T5, which needs tokens", "1 or more")
         shape, factor = source.config("transformer"), vae_factor(source)
         largest = shape["pos_embed_max_size"] * shape["patch_size"] * factor
         return (shape["in_channels"], *latent_size(config, factor, shape["patch_size"], largest))
@@ -49,6 +47,3 @@ class SD3Model(PipelineModel):
         return self.module(
             hidden_states=x, timestep=t, encoder_hidden_states=text, pooled_projections=pooled, return_dict=False
         )[0]
-
-    def call_options(self) -> dict[str, Any]:
-        return super().call_options() | {"max_sequence_length": self.config.model.max_sequence_length}

@@ -13,7 +13,6 @@ from .sd import SDModel
 class SDXLModel(SDModel):
     pipeline = "StableDiffusionXLPipeline"
     inputs = ("text", "pooled")
-    left_out = {"feature_extractor": None, "image_encoder": None}  # noqa: RUF012
 
     @classmethod
     def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:

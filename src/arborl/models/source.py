@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..core.errors import InputError
 from .quiet import quiet_libraries
+
+
+class PartConfig(dict[str, Any]):
+    """The configuration of a part. A value that is not there is told as one."""
+
+    def __init__(self, path: str, part: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.path, self.part = path, part
+
+    def __missing__(self, key: str) -> Any:
+        raise InputError("model.path", self.path, f"the configuration of its {self.part} has no {key}")
 
 
 class Source:
@@ -40,9 +52,10 @@ class Source:
             raise InputError("model.path", self.path, f"its {name} cannot be read ({error})") from None
         return found if isinstance(found, dict) else {}
 
-    def config(self, part: str) -> dict[str, Any]:
+    def config(self, part: str) -> PartConfig:
         """The configuration of one of its parts."""
-        return self.read(f"{part}/{'scheduler_config' if part == 'scheduler' else 'config'}.json")
+        name = f"{part}/{'scheduler_config' if part == 'scheduler' else 'config'}.json"
+        return PartConfig(self.path, part, self.read(name))
 
     @property
     def parts(self) -> list[str]:
@@ -61,28 +74,33 @@ class Source:
 
             try:
                 return Path(DiffusionPipeline.download(self.path))
-            except (OSError, ValueError):
-                raise self.missing() from None
+            except (OSError, ValueError) as error:
+                raise self.missing(error) from None
 
     def load(self, dtypes: Mapping[str, torch.dtype], wanted: Callable[[str], bool], **given: Any) -> Any:
         """Its diffusers pipeline, with the parts that are wanted; others are None, or what is `given` for them."""
-        absent = {name: None for name, kind in self.index.items() if isinstance(kind, list) and not wanted(name)}
-        absent |= {name: None for name, kind in self.index.items() if isinstance(kind, list) and kind[0] is None}
+        parts = [name for name, kind in self.index.items() if isinstance(kind, list)]
+        used = [name for name in self.parts if wanted(name) and name not in given]
+        if lacking := [name for name in used if not (self.folder / name).is_dir()]:
+            raise InputError("model.path", self.path, f"is incomplete (it has no {lacking[0]}/)")
+        absent = {name: None for name in parts if name not in used}
         with quiet_libraries():
             import diffusers
 
             try:
                 family = getattr(diffusers, self.index["_class_name"])
                 pipe = family.from_pretrained(self.folder, dtype=dict(dtypes), **(absent | given))
-            except OSError as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 if not self.local:
-                    raise self.missing() from None
+                    raise self.missing(error) from None
                 raise InputError("model.path", self.path, f"is incomplete ({str(error).splitlines()[0]})") from None
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def missing(self) -> InputError:
-        problem = "these weights are not here (no such folder, not in the hub's cache) and were not fetched"
+    def missing(self, error: Exception | None = None) -> InputError:
+        problem = "these weights are not here (no such folder, not whole in the hub's cache) and were not fetched"
+        if error is not None and str(error):
+            problem += f" ({str(error).splitlines()[0]})"
         fix = f"a folder made with `hf download {self.path} --local-dir FOLDER` (gated models: `hf auth login` first)"
         return InputError("model.path", self.path, problem, fix)
 
@@ -93,10 +111,10 @@ class Source:
 
         try:
             cached = try_to_load_from_cache(self.path, name)
-            if not isinstance(cached, str) and self.may_fetch and not constants.HF_HUB_OFFLINE:
-                cached = hf_hub_download(self.path, name)
-        except (OSError, ValueError):  # no such repository, no network, no permission; or not even a name
-            cached = None
-        if not isinstance(cached, str):
-            raise self.missing()
-        return Path(cached)
+            if isinstance(cached, str):
+                return Path(cached)
+            if self.may_fetch and not constants.HF_HUB_OFFLINE:
+                return Path(hf_hub_download(self.path, name))
+        except (OSError, ValueError) as error:  # no such repository, no network, no permission; or not even a name
+            raise self.missing(error) from None
+        raise self.missing()

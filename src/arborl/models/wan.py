@@ -32,7 +32,9 @@ ORIGINAL = {
 
 class WanModel(PipelineModel):
     pipeline = "WanPipeline"
+    schedulers = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
     video = True
+    t5 = "text_encoder"
     inputs = ("text",)
     default_prompts, heldout_prompts = VIDEOS, HELDOUT_VIDEOS
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # Flow-GRPO's, without those of image-to-video
@@ -89,5 +91,4 @@ class WanModel(PipelineModel):
         return {f"diffusion_model.{layer}.lora_A.weight": a, f"diffusion_model.{layer}.lora_B.weight": b}
 
     def call_options(self) -> dict[str, Any]:
-        own = {"num_frames": self.config.sample.num_frames}
-        return super().call_options() | own | {"max_sequence_length": self.config.model.max_sequence_length}
+        return super().call_options() | {"num_frames": self.config.sample.num_frames}
