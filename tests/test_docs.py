@@ -84,7 +84,7 @@ SCRIPTS = {"embed_sd35": "sd3", "embed_flux": "flux", "train_sd35_8gpu": "sd3", 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run(name: str, tiny_folder, tmp_path: Path):
-    """As they are, with one process and a tiny pipeline in the place of the real one."""
+    """With one process, and a tiny pipeline and a reward without weights in the place of the real ones."""
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     own = tiny_overrides(SCRIPTS[name], tiny_folder(SCRIPTS[name]))
     own = [word for word in own if not word.startswith(("tree.", "sample.num_prompts", "sample.num_steps"))]

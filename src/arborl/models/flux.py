@@ -57,8 +57,7 @@ class FluxModel(PipelineModel):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
         self.told_guidance = bool(self.source.config("transformer").get("guidance_embeds"))
-        for block in self.pipe.transformer.single_transformer_blocks:
-            block.attn.register_forward_hook(lambda module, inputs, output: _WholeGradient.apply(output))
+        keep_gradients_whole(self.pipe.transformer)
 
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
         text, pooled = cond
@@ -95,6 +94,11 @@ class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].contiguous()
+
+
+def keep_gradients_whole(transformer: Any) -> None:
+    for block in transformer.single_transformer_blocks:
+        block.attn.register_forward_hook(lambda module, inputs, output: _WholeGradient.apply(output))
 
 
 def pack(x: Tensor) -> Tensor:
