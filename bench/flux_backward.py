@@ -1,7 +1,7 @@
 """FLUX's backward pass by attention backend, on a GPU: `python -m bench.flux_backward [whole|flash|plain]`.
 
 Two double and two single blocks of FLUX.1-dev's size with random weights, 720 px. `whole` is as ArboRL trains it,
-`flash` without cuDNN's attention, `plain` as diffusers has it, which dies with torch 2.11 and cuDNN 9.19. A process each.
+`flash` without cuDNN's attention, `plain` as diffusers has it, which dies with torch 2.11 and cuDNN 9.19.
 """
 
 import subprocess

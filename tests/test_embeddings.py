@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -54,6 +54,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
+@settings(max_examples=30)
 @given(texts=st.lists(st.text(), min_size=1, max_size=5))
 def test_what_is_loaded_is_what_was_encoded(texts: list[str], tmp_path_factory: pytest.TempPathFactory):
     texts = [text.encode("utf-8", "replace").decode() for text in texts]

@@ -152,9 +152,8 @@ class TestPipelines:
         assert float((expected[0] - expected[1]).abs().max()) > 0.01
         torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
 
+    @pytest.mark.parametrize("family", [name for name in TINY if name != "flux"], indirect=True)
     def test_a_negative_prompt_too(self, family, overrides, tiny_folder):
-        if family == "flux":
-            pytest.skip("FLUX has no classifier-free guidance")
         config, model = make(
             [*overrides, "sample.sigmas=pipeline", "sample.guidance_scale=3", "sample.negative_prompt=blue"], "tree"
         )
