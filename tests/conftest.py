@@ -29,6 +29,7 @@ install_import_hook(
         "arborl.evaluate",
         "arborl.inputs",
         "arborl.job",
+        "arborl.prepare",
         "arborl.models.base",
         "arborl.scenes",
     ],

@@ -205,7 +205,7 @@ class TestPipelines:
 
     def test_a_training_step_changes_lora_weights_only(self, overrides, tmp_path: Path, monkeypatch):
         held: list[Any] = []
-        monkeypatch.setattr("arborl.job.load_model", lambda *given: held.append(load_model(*given)) or held[0])
+        monkeypatch.setattr("arborl.prepare.load_model", lambda *given: held.append(load_model(*given)) or held[0])
         config = load_config("tree", [*overrides, f"log.dir={tmp_path}", "train.epochs=1", "train.learning_rate=0.1"])
         fresh = {name: p.detach().clone() for name, p in load_model(config, CPU).module.named_parameters()}
         train(config)

@@ -17,7 +17,7 @@ from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.inputs import load_inputs
-from arborl.job import start_accelerator
+from arborl.prepare import start_accelerator
 from arborl.rewards import load_rewards
 from arborl.scenes import FOLDER
 from arborl.scenes.grammar import (

@@ -183,8 +183,8 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
     Example: arborl embed prompts.txt model=sd35_medium
     """
     from .embed import embed
-    from .job import start_accelerator
     from .models import model_class
+    from .prepare import start_accelerator
     from .prompts import load_prompts
 
     config = load_config(config_name or "tree", overrides)

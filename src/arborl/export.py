@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,11 @@ from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed
 from .evaluate import generate, noise_of_seeds
-from .job import start_accelerator
 from .models import load_model, lora, model_class
 from .models.pipeline import PipelineModel
 from .models.quiet import quiet_libraries
 from .models.source import Source
+from .prepare import start_accelerator
 from .prompts import Prompts
 
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
@@ -79,7 +81,7 @@ def export(
         model, train = replace(config.model, dtype="float32"), replace(config.train, mixed_precision="no")
         config = replace(config, model=model, train=train)
     try:
-        with torch.backends.cudnn.flags(allow_tf32=False):  # which a GPU's convolutions would round to
+        with _whole_float32():
             trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
             gc.collect()  # the trainer's model has left, the plain one may come
             check = _check(family, config, aside, trained, to)
@@ -217,6 +219,17 @@ def _check(family: type[PipelineModel], config: Config, folder: Path, trained: T
     if lost:
         problem = f"plain diffusers does not load all of it ({len(lost)} weights are not as written, such as {lost[0]})"
     raise InputError("out", to, f"{problem}; what was written is in {failed}")
+
+
+@contextmanager
+def _whole_float32() -> Iterator[None]:
+    """Inside, a GPU's convolutions do not round their float32 inputs, as they do by default."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _weights(checkpoint: Path, average: bool | None) -> Path:

@@ -8,8 +8,8 @@ from .config import load_config, read_config
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed
-from .job import start_accelerator
 from .models import Model, load_model
+from .prepare import start_accelerator
 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
 FREE_ON_RESUME = ("model.path=", "prompts.cache=", "prompts.batch_size=")

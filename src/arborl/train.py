@@ -5,9 +5,9 @@ from pathlib import Path
 from .config.schema import Config
 from .core.noise import fold
 from .core.prune import prune
-from .job import prepare
 from .log import Bar, Interrupts
 from .plan import make_plan, pruning
+from .prepare import prepare
 from .rollout import rollout
 from .update import update
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.schedule import Schedule, shifted
-from .pipeline import PipelineModel, latent_size, vae_factor
+from .pipeline import JOINT_ATTENTION, PipelineModel, latent_size, vae_factor
 from .source import Source
 
 PATCH = 2
@@ -21,20 +21,8 @@ class FluxModel(PipelineModel):
     pipeline = "FluxPipeline"
     t5 = "text_encoder_2"
     cfg = False  # guidance is distilled into the weights, which are told its scale
-    lora_targets = (
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "attn.to_k",
-        "attn.to_out.0",
-        "attn.to_q",
-        "attn.to_v",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )  # diffusers' own LoRA training, and Flow-GRPO's
+    # As in diffusers' own LoRA training, and Flow-GRPO's.
+    lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
     @classmethod
     def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:

@@ -22,6 +22,18 @@ from .guidance import guided
 from .quiet import quiet_libraries
 from .source import Source
 
+JOINT_ATTENTION = (
+    "attn.add_k_proj",
+    "attn.add_q_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "attn.to_k",
+    "attn.to_out.0",
+    "attn.to_q",
+    "attn.to_v",
+)
+"""Layers of attention over text and picture, in SD3 and FLUX alike: what Flow-GRPO adapts in SD3.5."""
+
 
 class PipelineModel(Model):
     """A diffusers pipeline, loaded in two halves that never share memory: text encoders, then what is trained and

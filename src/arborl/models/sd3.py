@@ -6,23 +6,14 @@ import torch
 from torch import Tensor
 
 from ..config.schema import Config
-from .pipeline import PipelineModel, latent_size, vae_factor
+from .pipeline import JOINT_ATTENTION, PipelineModel, latent_size, vae_factor
 from .source import Source
 
 
 class SD3Model(PipelineModel):
     pipeline = "StableDiffusion3Pipeline"
     t5 = "text_encoder_3"
-    lora_targets = (
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "attn.to_k",
-        "attn.to_out.0",
-        "attn.to_q",
-        "attn.to_v",
-    )  # Flow-GRPO's
+    lora_targets = JOINT_ATTENTION
 
     @classmethod
     def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
