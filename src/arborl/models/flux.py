@@ -71,8 +71,8 @@ class _WholeGradient(torch.autograd.Function):
     """The tensor itself, whose gradient arrives as one block of memory.
 
     A single block joins attention and MLP, so attention's gradient is a slice of a wider one; a double block's is not.
-    cuDNN's attention (torch 2.11, cuDNN 9.19) takes the two for the same case, and dies at the second it meets with an
-    illegal memory access.
+    cuDNN's attention (torch 2.11, cuDNN 9.19) seems to take the two for one case, and dies at the second it meets with
+    an illegal memory access.
     """
 
     @staticmethod
