@@ -470,6 +470,8 @@ class TestExport:
         run_ok("export", "../here/runs/x", "out")
         shutil.move(tmp_path / "here" / "pipe", tmp_path / "moved")
         run_ok("export", "../here/runs/x", "again", "model.path=../moved")
+        first, second = (load_file(Path(name) / "pytorch_lora_weights.safetensors") for name in ("out", "again"))
+        assert all(torch.equal(first[key], second[key]) for key in first | second)
 
     def test_a_named_checkpoint(self, run: Path, tmp_path: Path):
         run_ok("export", str(latest(run)), str(tmp_path / "out"))
@@ -615,8 +617,10 @@ class TestBadPipelines:
     def test_a_configuration_without_what_is_needed(self, tiny_folder, tmp_path: Path, capsys):
         folder = edited(tiny_folder("sd3"), tmp_path / "part", "model_index.json")
         (folder / "vae" / "config.json").write_text("{}")
-        words = ["model.path=", "configuration of its vae has no block_out_channels"]
+        words = ["model.path=", "its vae names no block_out_channels"]
         refused(["train", *tiny_overrides("sd3", folder)], words, capsys)
+        (folder / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+        refused(["train", *tiny_overrides("sd3", folder)], ["model.path=", "its index names no scheduler"], capsys)
 
     def test_a_scheduler_whose_noise_levels_are_not_known(self, tiny_folder, tmp_path: Path, capsys):
         index = {"scheduler": ["diffusers", "EDMDPMSolverMultistepScheduler"]}

@@ -14,14 +14,14 @@ from .quiet import quiet_libraries
 
 
 class PartConfig(dict[str, Any]):
-    """The configuration of a part. A value that is not there is told as one."""
+    """The index, or the configuration of a part. A value that is missing from it is told to the user."""
 
     def __init__(self, path: str, part: str, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.path, self.part = path, part
 
     def __missing__(self, key: str) -> Any:
-        raise InputError("model.path", self.path, f"the configuration of its {self.part} has no {key}")
+        raise InputError("model.path", self.path, f"is incomplete (its {self.part} names no {key})")
 
 
 class Source:
@@ -35,11 +35,11 @@ class Source:
             raise InputError("model.path", path, "there is no such folder")
 
     @cached_property
-    def index(self) -> dict[str, Any]:
+    def index(self) -> PartConfig:
         """The pipeline's model_index.json."""
         if self.local and not (Path(self.path) / "model_index.json").is_file():
             raise InputError("model.path", self.path, "the folder holds no diffusers pipeline (no model_index.json)")
-        return self.read("model_index.json")
+        return PartConfig(self.path, "index", self.read("model_index.json"))
 
     def read(self, name: str) -> dict[str, Any]:
         """One of the pipeline's JSON files."""
