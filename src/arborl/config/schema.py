@@ -229,8 +229,35 @@ class TrainConfig:
 
 @dataclass
 class RewardConfig:
-    fn: str = knob(MISSING, "A built-in reward's name, or package.module:function.")
-    weight: float = knob(1.0, "Its weight in the leaf score; 0 only logs it.")
+    fn: str = knob("", "A built-in reward, or package.module:function; empty takes the built-in one of this name.")
+    weight: float | None = knob(
+        None,
+        "Its weight in the leaf score; 0 only logs it. null is 1, or 0 where eval.rewards names it.",
+    )
+    path: str = knob("", "Its weights: a file, a folder or a hub id; empty looks in their usual place (docs/rewards.md).")
+    backbone: str = knob(
+        "",
+        "The network under aesthetic's head (CLIP ViT-L/14) and under videoalign (Qwen2-VL-2B): a folder or a hub id; "
+        "empty takes the one they were trained with.",
+    )
+    tokenizer: str = knob(
+        "",
+        "Folder or hub id of its tokenizer; empty takes the one beside its weights, the CLIP one of the pipeline that "
+        "is trained, or the hub's.",
+    )
+    dtype: str = knob(
+        "auto",
+        "Precision of its network; auto is bfloat16 on a GPU and float32 on a CPU. Scores are float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    batch_size: int = knob(32, "Pictures given to its network, or sent to a server, at a time.", low=1)
+    fps: float = knob(16.0, "Frames in a second of the videos; videoalign looks at two in a second.", above=0)
+    url: Any = knob(
+        "", "Where a server answers in its place (see `arborl serve`): http://host:port, or a list of these to share."
+    )
+    token: str = knob("ARBORL_REWARD_TOKEN", "Name of the environment variable that holds the server's token.")
+    timeout: float = knob(60.0, "Seconds that an answer of a server may take.", above=0)
+    retries: int = knob(4, "Further attempts where a server does not answer, after 1, 2, 4, … seconds.", low=0)
 
 
 @dataclass

@@ -106,10 +106,13 @@ class Embeddings:
 
 def cache_folder(setting: str) -> Path:
     """The folder that `prompts.cache` means."""
-    if setting != "auto":
-        return Path(setting).expanduser()
+    return cache_home() / "embeddings" if setting == "auto" else Path(setting).expanduser()
+
+
+def cache_home() -> Path:
+    """Where this package keeps what it can make again."""
     home = os.environ.get("ARBORL_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "arborl" / "embeddings"
+    return Path(home).expanduser() / "arborl"
 
 
 def fingerprint(files: Sequence[Path], root: Path) -> str:
