@@ -20,7 +20,8 @@ lint: setup
 
 setup: $(READY)
 
-# Made again only when what it installs has changed.
+# Made again only when what it installs has changed. The last package is there for a file that tests read, CLIP's
+# vocabulary; what it depends on (torchvision) would break transformers beside a CPU build of torch.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "ArboRL needs Python 3.11 or newer; this is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
@@ -29,6 +30,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two the first time; PyTorch is the larger part)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps open_clip_torch
 	@touch $(READY)
 
 clean:
