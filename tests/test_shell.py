@@ -143,7 +143,7 @@ class TestRewards:
 
     def test_named_parts_and_weights(self):
         rewards = load_rewards({"a": RewardConfig("brightness", 2.0), "b": RewardConfig("jpeg", 0.0)})
-        parts = {name: v.view(1, 4) for name, v in rewards(torch.rand(4, 3, 8, 8), [""] * 4, {}).items()}
+        parts = {name: v.view(1, 4) for name, v in rewards(torch.rand(4, 3, 8, 8), [""] * 4, {}).scores.items()}
         scores = rewards.combine(parts)
         torch.testing.assert_close(scores.total, 2 * parts["a"].double())
 

@@ -73,25 +73,33 @@ class State:
 
     def save(self, folder: Path, keep: int) -> Path:
         """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
-        self.ema.restore()
         target = folder / f"epoch_{self.epoch:06d}"
         if target in checkpoints(folder):
             return target
-        aside = folder / f".{target.name}.tmp"
+        self._write(target, with_optimizer=True)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+        return target
+
+    def save_best(self, folder: Path) -> None:
+        """The weights alone, apart from the others and in the place of those that were the best before."""
+        self._write(folder / "best", with_optimizer=False)
+
+    def _write(self, target: Path, with_optimizer: bool) -> None:
+        self.ema.restore()
+        aside = target.parent / f".{target.name}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         save_file({n: p.detach().cpu().contiguous() for n, p in self.parameters.items()}, aside / "weights.safetensors")
         if self.ema.decay:
             save_file({n: p.cpu().contiguous() for n, p in self.ema.average.items()}, aside / "ema.safetensors")
-        torch.save(self.optimizer.state_dict(), aside / "optimizer.pt")
+        if with_optimizer:
+            torch.save(self.optimizer.state_dict(), aside / "optimizer.pt")
         head = {"version": VERSION, "epoch": self.epoch, "ema_steps": self.ema.steps}
         head |= {"forwards": self.forwards, "forward_backwards": self.forward_backwards}
         (aside / "state.json").write_text(json.dumps(head))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
-        return target
 
     def load(self, path: Path) -> None:
         head = _head(path)

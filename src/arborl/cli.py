@@ -147,11 +147,11 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     from .evaluate import evaluate
     from .inputs import heldout_prompts
     from .models import model_class
-    from .rewards import load_rewards
+    from .rewards import rewards_of
     from .runs import config_of, load
 
     config = config_of(run, config_name, overrides)
-    rewards = load_rewards(config.rewards, config.advantage.combine)
+    rewards = rewards_of(config)
     model_class(config).check(config, may_fetch=True)
     prompts = heldout_prompts(config, model_class(config))
     model = load(config, run, prompts.texts[: config.eval.num_prompts])
@@ -160,14 +160,15 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     if as_json:
         numbers = {name: (found.mean[name], found.stderr[name]) for name in found.mean}
         scores = {name: {"mean": _number(mean), "stderr": _number(error)} for name, (mean, error) in numbers.items()}
-        click.echo(json.dumps({"prompts": found.prompts, "failed": found.failed, "rewards": scores}))
+        failed = max(found.failed.values())
+        click.echo(json.dumps({"prompts": found.prompts, "failed": failed, "rewards": scores}))
         return
-    table = Table(
-        "reward", "mean", "± standard error", title=f"{found.prompts} pictures, {found.failed} without a score"
-    )
+    table = Table("reward", "mean", "± standard error", "without a score", title=f"{found.prompts} pictures")
     for name, mean in found.mean.items():
-        table.add_row(name, f"{mean:.4f}", f"{found.stderr[name]:.4f}")
+        table.add_row(name, f"{mean:.4f}", f"{found.stderr[name]:.4f}", str(found.failed.get(name) or ""))
     out.print(table)
+    for name, (_, why) in found.lost.items():
+        click.echo(f"warning: rewards.{name} failed ({why})", err=True)
 
 
 @app.command("embed")
@@ -294,6 +295,111 @@ def compare(
 
     protocol = Protocol(tuple(range(seeds)), compute or 0.0, seconds or 0.0, common, points)
     cli.compare([Cell(text) for text in cells], protocol, to, baseline, workers, dry_run, as_json, out)
+
+
+@app.group("rewards", invoke_without_command=True)
+@json_option
+@click.pass_context
+def rewards_group(context: click.Context, as_json: bool) -> None:
+    """List the rewards: which are ready, what the others lack, where to get it.
+
+    Weights are looked for from the current folder, and in the hub's cache.
+    """
+    if context.invoked_subcommand:
+        return
+    from .rewards.catalog import BUILT_IN
+    from .rewards.report import states
+
+    found = states(load_config("tree", ["rewards=none"]))
+    if as_json:
+        facts = {name: BUILT_IN[name] for name, _ in found}
+        listed = [
+            {"name": name, "what": facts[name].what, "ready": not lacks, "lacks": lacks or None}
+            for name, lacks in found
+        ]
+        click.echo(json.dumps(listed))
+        return
+    table = Table("reward", "says", "usual scores", "weights", "licence", "here")
+    for name, lacks in found:
+        known = BUILT_IN[name]
+        size = " + ".join(need.size for need in known.needs) or (f"in arborl[{known.extra}]" if known.extra else "none")
+        licence = ", ".join(dict.fromkeys(need.licence for need in known.needs))
+        table.add_row(name, known.what, known.usual, size, licence, "no" if lacks else "[green]ready[/green]")
+    out.print(table)
+    for _, lacks in found:
+        if lacks:
+            out.print(lacks, soft_wrap=True, markup=False)
+
+
+@rewards_group.command("check")
+@click.argument("reward", metavar="REWARD")
+@overrides_argument
+@click.option("--picture", "-i", type=click.Path(path_type=Path), help="A picture to score, in place of a drawn one.")
+@click.option("--prompt", "-p", help="Its prompt.")
+@click.option("--device", help="Where to compute, such as cpu.  [default: a GPU, if there is one]")
+@config_option
+@json_option
+def rewards_check(
+    reward: str,
+    overrides: tuple[str, ...],
+    picture: Path | None,
+    prompt: str | None,
+    device: str | None,
+    config_name: str | None,
+    as_json: bool,
+) -> None:
+    """Score one picture and print score and time.
+
+    REWARD is a name in the list, or package.module:function. Its settings are rewards.<name>.KEY=VALUE.
+
+    Example: arborl rewards check jpeg
+    """
+    from .rewards.report import try_out
+
+    config = load_config(config_name or "tree", overrides)
+    with Console(stderr=True).status("scoring"):
+        found = try_out(reward, config, picture, prompt, device)
+    scores = {name: _number(score) for name, score in found.scores.items()}
+    if as_json:
+        click.echo(json.dumps({"scores": scores, "load_seconds": found.load, "score_seconds": found.again}))
+        return
+    for name, score in scores.items():
+        out.print(f"{name}: {'no score' if score is None else f'{score:.6g}'}")
+    what = f"one picture of {found.size} on {found.device}"
+    out.print(f"{what}: {found.load:.2f} s the first time, {found.again:.3f} s the next")
+
+
+@app.command()
+@click.argument("reward", metavar="REWARD")
+@overrides_argument
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen at; others than this machine's need a token.",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."
+)
+@click.option("--device", help="Where to compute, such as cpu.  [default: a GPU, if there is one]")
+@config_option
+def serve(
+    reward: str, overrides: tuple[str, ...], host: str, port: int, device: str | None, config_name: str | None
+) -> None:
+    """Serve a reward to runs elsewhere.
+
+    REWARD is a name in `arborl rewards`, or package.module:function. A run uses it with rewards.<name>.url=http://host:port;
+    both take the token from $ARBORL_REWARD_TOKEN. The protocol is JSON and PNG (docs/rewards.md).
+
+    Example: arborl serve jpeg --port 8000
+    """
+    from .rewards.report import named
+    from .rewards.serve import serve as run_server
+
+    config = load_config(config_name or "tree", overrides)
+    name, function = named(reward, config)
+    variable = config.rewards[name].token if name in config.rewards else "ARBORL_REWARD_TOKEN"
+    run_server(function, name, host, port, os.environ.get(variable), device=device)
 
 
 def _number(value: float) -> float | None:

@@ -1,8 +1,9 @@
 """Decoding and scoring in bounded memory, and evaluation: ODE pictures of fixed seeds, mean ± standard error."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,11 +19,21 @@ from .core.tree import deterministic
 from .models.base import Model
 from .prompts import Prompts
 from .record import as_bytes, stills
-from .rewards.base import Rewards, Scores
+from .rewards.base import Lost, Rewards, Scores
 from .rollout import rollout
+from .watch import statistics, thumbnails
 
 EVALUATION = 2**32
 """Folded into the seed in place of an epoch, so that evaluation noise is never training noise."""
+
+
+class Scored(NamedTuple):
+    """What became of some leaves: their scores, what their pictures are like, and the first pictures themselves."""
+
+    scores: Scores
+    statistics: dict[str, Float[Tensor, "prompts leaves"]]
+    thumbnails: Float[Tensor, "prompts leaves 3 16 16"]
+    pictures: Tensor  # uint8, n×3×H×W
 
 
 @torch.no_grad()
@@ -33,38 +44,63 @@ def decode_and_score(
     prompts: Prompts,
     batch_size: int,
     keep_pictures: int = 0,
-) -> tuple[Scores, Tensor]:
-    """Scores of all leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too."""
+) -> Scored:
+    """All leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too."""
     count = leaves.shape[1]
     flat, captions = leaves.flatten(0, 1), prompts.repeat(count)
-    parts: dict[str, list[Tensor]] = {}
-    pictures: list[Tensor] = []
+    answers: list[dict[str, Tensor]] = []
+    like: list[dict[str, Tensor]] = []
+    small: list[Tensor] = []
+    lost: dict[str, Lost] = {}
+    pictures = [torch.empty(0, dtype=torch.uint8)]
     for batch in batches(len(flat), batch_size):
         index = batch.rows.tolist()
         images = model.decode(flat[batch.rows].to(model.device))
         some = captions.take(index)
-        found = rewards(images, some.texts, some.columns)
-        if parts and found.keys() != parts.keys():
-            different = ", ".join(sorted(found.keys() ^ parts.keys()))
-            raise InputError(
-                "rewards", None, f"a reward named its parts differently from one call to the next ({different})"
-            )
-        for name, values in found.items():
-            parts.setdefault(name, []).append(values)
+        found, failures = rewards(images, some.texts, some.columns)
+        answers.append(found)
+        for name, why in failures.items():
+            before = lost[name].pictures if name in lost else 0
+            lost[name] = Lost(before + int(found[name].isnan().sum()), why)
+        shown = stills(images)
+        like.append({name: values.cpu() for name, values in statistics(shown).items()})
+        small.append(thumbnails(shown))
         if index[0] < keep_pictures:
-            pictures.append(as_bytes(stills(images))[: keep_pictures - index[0]])
-    scores = rewards.combine({name: torch.cat(values).view(-1, count) for name, values in parts.items()})
-    return scores, torch.cat(pictures) if pictures else torch.empty(0, 3, 1, 1, dtype=torch.uint8)
+            pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
+    parts = {name: values.view(-1, count) for name, values in _joined(answers, lost).items()}
+    return Scored(
+        rewards.combine(parts, lost),
+        {name: torch.cat([some[name] for some in like]).view(-1, count) for name in like[0]},
+        torch.cat(small).unflatten(0, (-1, count)),
+        torch.cat(pictures[1:] or pictures),
+    )
+
+
+def _joined(answers: list[dict[str, Tensor]], lost: Mapping[str, Lost]) -> dict[str, Float[Tensor, " n"]]:
+    """The answers to all calls, one after another; a call that a reward failed in names none of its parts."""
+    names = list(dict.fromkeys(name for answer in answers for name in answer))
+    for answer in answers:
+        different = [name for name in names if name not in answer and name.split("/")[0] not in lost]
+        if different:
+            problem = f"a reward named its parts differently from one call to the next ({', '.join(different)})"
+            raise InputError("rewards", None, problem)
+    none = torch.tensor(torch.nan)
+    rows = [
+        torch.cat([answer.get(name, none.expand(len(next(iter(answer.values()))))) for answer in answers])
+        for name in names
+    ]
+    return dict(zip(names, rows, strict=True))
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Mean and standard error per reward over the prompts that got a score, and the first pictures."""
 
-    mean: dict[str, float]
+    mean: dict[str, float]  # of each reward, its parts as `reward/part`, and of the pictures' statistics
     stderr: dict[str, float]
     prompts: int
-    failed: int
+    failed: dict[str, int]  # pictures without a score, by reward
+    lost: dict[str, Lost]  # of these, on this rank, because the reward failed
     pictures: Tensor  # uint8, n×3×H×W
     captions: list[str]
     scores: list[float]  # of those pictures, by the first reward
@@ -90,8 +126,10 @@ def evaluate(
     ids = torch.arange(rank * share, rank * share + share)
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
     leaves = generate(model, chosen, ids, config)
-    scores, pictures = decode_and_score(model, rewards, leaves, chosen, config.sample.decode_batch_size, keep_pictures)
-    own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in scores.parts.items()}
+    size = config.sample.decode_batch_size
+    scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures)
+    every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
+    own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))
     parts = {name: gather(values, accelerator)[:total] for name, values in own.items()}
     valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
@@ -99,7 +137,8 @@ def evaluate(
         mean={name: float(v.mean()) for name, v in valid.items()},
         stderr={n: float(v.std() / math.sqrt(len(v))) if len(v) > 1 else math.nan for n, v in valid.items()},
         prompts=total,
-        failed=total - len(valid[first]),
+        failed={name: total - len(valid[name]) for name in rewards.functions},
+        lost=scores.lost,
         pictures=pictures[:shown],
         captions=chosen.texts[:shown],
         scores=own[first][:shown].tolist(),

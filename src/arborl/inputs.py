@@ -1,6 +1,7 @@
 """What a run is given: rewards and prompts, found and checked before anything is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -10,8 +11,8 @@ from .core.errors import InputError
 from .core.noise import fold
 from .models import Model, model_class
 from .prompts import Prompts, load_prompts
-from .rewards import Rewards, load_rewards
-from .scenes.score import check_captions
+from .rewards import Rewards, rewards_of
+from .rewards.remote import RewardFailed
 
 T = TypeVar("T")
 
@@ -28,18 +29,23 @@ def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
             return None
 
     family = model_class(config)
-    rewards = attempt(lambda: load_rewards(config.rewards, config.advantage.combine))
+    rewards = attempt(lambda: rewards_of(config))
     # Where something is missing anyway, what a run would have to fetch is worth knowing too.
     attempt(lambda: family.check(config, may_fetch=not problems))
     prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
     # Without a file of its own evaluation may draw what training does, and one missing list is told once.
     held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else None
-    # The default reward knows the scenes' captions alone; with others it would have nothing to say for a whole run.
-    if prompts and any(reward.fn == "scene" for reward in config.rewards.values()):
-        attempt(lambda: check_captions(prompts.texts))
+    # Some rewards have nothing to say of some prompts; better told now than found after a run.
+    for function in rewards.functions.values() if rewards else ():
+        for some in filter(None, [prompts, held_out]):
+            attempt(partial(getattr(function, "check_prompts", _any), some.texts))
     if rewards is None or prompts is None or held_out is None or problems:
         raise InputError.joined(problems)
     return rewards, prompts, held_out
+
+
+def _any(texts: Sequence[str]) -> None:
+    """Most rewards take any prompt."""
 
 
 def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
@@ -61,4 +67,7 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts) -> None:
     pictures = torch.cat([model.decode(part) for part in noise.split(model.config.sample.decode_batch_size)])
     if not pictures.isfinite().all():
         raise RuntimeError("the decoder returned pictures that are not finite")
-    rewards(pictures, two.texts, two.columns)
+    try:
+        rewards(pictures, two.texts, two.columns, strict=True)
+    except RewardFailed as error:
+        raise InputError("rewards", None, str(error)) from None

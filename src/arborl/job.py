@@ -1,8 +1,10 @@
 """Everything a run is made of, and what it reports: the loop in `train.py` stays a page long."""
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -15,6 +17,7 @@ from .checkpoint import State, checkpoints
 from .collect import gather
 from .config.schema import Config
 from .core.advantage import advantages
+from .core.errors import InputError
 from .core.tree import Plan
 from .draw import draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
@@ -24,6 +27,7 @@ from .prompts import Prompts, epoch_indices
 from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores
 from .update import SUMS, Stats
+from .watch import best, diversity, hacking
 
 RATIO_BOUND, RATIO_BOUND_HALF = 1e-6, 1e-4
 """How far from 1 the first update's ratio may be by rounding alone, in float32 and in half precision."""
@@ -40,7 +44,10 @@ class Job:
     state: State
     run: log.Run
     ratio_checked: bool = False
+    hacked: bool = False  # eval.watch=stop saw reward hacking
     finished: bool = False
+    diversity: float = math.nan  # among a prompt's leaves, this epoch's mean
+    evaluated: tuple[int, Evaluation] | None = None  # the newest, and after how many epochs
 
     @property
     def epochs(self) -> int | None:
@@ -52,7 +59,7 @@ class Job:
         limit = self.config.train.max_seconds
         # The first rank's clock counts, so that all of them stop after the same epoch.
         used = gather(torch.tensor([self.run.trained]), self.accelerator)[0] if limit else 0.0
-        return self.state.epoch < self.config.train.epochs and not (limit and used >= limit)
+        return self.state.epoch < self.config.train.epochs and not (limit and used >= limit) and not self.hacked
 
     def prompts_of(self, epoch: int) -> tuple[Prompts, Int[Tensor, " prompts"]]:
         """This rank's prompts of an epoch, and their places among those of all ranks."""
@@ -63,8 +70,21 @@ class Job:
         return self.train_prompts.take([chosen[i] for i in ids.tolist()]), ids
 
     def score(self, record: Record, prompts: Prompts) -> Scores:
+        """The leaves' scores. A reward that fails too often stops the run, on all ranks, before anything is learnt."""
         size = self.config.sample.decode_batch_size
-        return decode_and_score(self.model, self.rewards, record.leaves, prompts, size)[0]
+        found = decode_and_score(self.model, self.rewards.trained, record.leaves, prompts, size)
+        self.diversity = float(gather(diversity(found.thumbnails), self.accelerator).mean())
+        leaves = found.scores.total.numel() * self.accelerator.num_processes
+        for name in self.rewards.trained.functions:
+            mine = found.scores.lost.get(name)
+            lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
+            why = mine.why if mine else "on another rank"
+            if lost > self.config.train.max_failed * leaves:
+                problem = f"failed on {lost} of the {leaves} leaves of epoch {self.state.epoch} ({why})"
+                raise InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
+            if lost:
+                self.run.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
+        return found.scores
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
         knobs, density = asdict(self.config.advantage), record.log_density.cpu()
@@ -148,7 +168,9 @@ class Job:
         for name in scores.parts:
             part = gather(scores.parts[name], self.accelerator).flatten()
             values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
-        return values
+            if name in self.rewards.functions:
+                values[f"rewards/{name}/failed"] = float(part.isnan().float().mean())
+        return values | {"diversity": self.diversity}
 
     def _check(self, metrics: dict[str, float], stats: Stats) -> None:
         """Say once what should not be: a first update whose densities are not the rollout's; weights that no gradient
@@ -186,17 +208,46 @@ class Job:
         return self._evaluate(epoch).metrics()
 
     def _evaluate(self, epoch: int) -> Evaluation:
+        """Score the held-out pictures, keep the weights if they are the best so far, and look for reward hacking."""
+        if self.evaluated and self.evaluated[0] == epoch:
+            return self.evaluated[1]
         with self.state.ema.applied():
             found = evaluate(self.model, self.rewards, self.eval_prompts, self.config, self.accelerator)
+        self.evaluated = epoch, found
         if self.accelerator.is_main_process and len(found.pictures):
             captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
             sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
         shown = ", ".join(
-            f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}" for name in self.rewards.functions
+            f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
+            + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")
+            for name in self.rewards.functions
         )
-        without = f", {found.failed} without a score" if found.failed else ""
-        self.run.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}{without}")
+        self.run.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}")
+        for name, (_, why) in found.lost.items():
+            self.run.warn_once(f"rewards.{name} failed in an evaluation ({why})")
+        signs: list[str] = []
+        if self.accelerator.is_main_process:
+            rows = [*self.run.read_metrics(), {"epoch": epoch} | log.finite(found.metrics())]
+            self._keep_if_best(epoch, rows)
+            if self.config.eval.watch != "off":
+                signs = hacking(rows, list(self.rewards.trained.functions), self.rewards.watched)
+        if signs:
+            told = f"{signs[0]}, but {', '.join(signs[1:])}"
+            self.run.warn_once(f"after {epoch} epochs this looks like reward hacking: {told}")
+        if self.config.eval.watch == "stop":
+            self.hacked = bool(gather(torch.tensor([float(bool(signs))]), self.accelerator).any())
         return found
+
+    @property
+    def best_by(self) -> str:
+        """The reward that says which weights are the best."""
+        return self.config.eval.best or next(iter([*self.rewards.watched, *self.rewards.functions]))
+
+    def _keep_if_best(self, epoch: int, rows: list[dict[str, Any]]) -> None:
+        """Untrained weights are not kept: the model has them."""
+        found = best(rows, self.best_by)
+        if epoch and found is rows[-1]:
+            self.state.save_best(self.run.folder / "checkpoints")
 
     def save(self) -> None:
         if self.accelerator.is_main_process:
@@ -220,21 +271,24 @@ class Job:
 
     def finish(self) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
-        epochs, run = self.state.epoch, self.run
+        epochs, run, stopped = self.state.epoch, self.run, self.hacked
         self.save()
         with run.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()
         run.log(epochs, metrics)
         self.finished = True
+        if stopped:
+            run.say("stopped for what looks like reward hacking (eval.watch=stop)")
         if not self.accelerator.is_main_process:
             return
         rows = run.read_metrics()
-        reward = f"eval/{next(iter(self.rewards.functions))}"
+        reward, top = f"eval/{next(iter(self.rewards.functions))}", best(rows, self.best_by)
         summary = {
             "heldout_before": rows[0].get(reward),
             "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),
             "heldout_after": rows[-1][reward],
             "heldout_after_stderr": rows[-1][f"{reward}_stderr"],
+            "best": top and {"reward": self.best_by, "value": top[f"eval/{self.best_by}"], "epoch": top["epoch"]},
             "seconds": sum(row["step_time"] for row in rows),
             "train_seconds": run.trained,
             "epochs": epochs,
@@ -250,6 +304,11 @@ class Job:
         numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
         shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
         run.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
+        if top and top["epoch"] not in (0, epochs):
+            where = run.folder / "checkpoints" / "best"
+            run.say(
+                f"{self.best_by} was highest after {top['epoch']} epochs, {top[f'eval/{self.best_by}']:.4f}: {where}"
+            )
         self._show()
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 

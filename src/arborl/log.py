@@ -69,7 +69,7 @@ class Run:
         self.trained += training_seconds(metrics)
         if self.main:
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(metrics)) + "\n")
+                file.write(json.dumps(finite(metrics)) + "\n")
         self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
         return metrics
 
@@ -105,7 +105,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+def finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """JSON has no NaN: a number that is none is null."""
     return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
 

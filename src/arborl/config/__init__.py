@@ -41,7 +41,7 @@ def groups() -> list[str]:
 def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every (dotted key, field) of the schema; those of a reward appear under `rewards.<name>`."""
     for item in dataclasses.fields(cls):
-        if item.name == "rewards":
+        if item.name == "rewards" and cls is Config:
             yield from knobs(RewardConfig, "rewards.<name>.")
         elif dataclasses.is_dataclass(item.type):
             yield from knobs(cast(type, item.type), f"{prefix}{item.name}.")
@@ -103,6 +103,12 @@ def with_whole_paths(config: Config) -> Config:
         model=dataclasses.replace(config.model, path=whole(config.model.path)),
         prompts=dataclasses.replace(config.prompts, path=whole(config.prompts.path)),
         eval=dataclasses.replace(config.eval, prompts=whole(config.eval.prompts)),
+        rewards={
+            name: dataclasses.replace(
+                reward, path=whole(reward.path), backbone=whole(reward.backbone), tokenizer=whole(reward.tokenizer)
+            )
+            for name, reward in config.rewards.items()
+        },
     )
 
 
@@ -204,14 +210,6 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
 
 
 def _as_object(composed: DictConfig) -> Config:
-    for name, reward in composed.rewards.items():
-        if OmegaConf.is_missing(reward, "fn"):
-            raise InputError(
-                f"rewards.{name}.fn",
-                None,
-                "is not set",
-                "a built-in reward's name, or package.module:function",
-            )
     try:
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:

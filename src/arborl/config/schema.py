@@ -225,6 +225,12 @@ class TrainConfig:
         choices=("auto", "no", "bf16"),
     )
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    max_failed: float = knob(
+        0.5,
+        "Stop when a reward fails on more than this share of an epoch's leaves; until then they are left out.",
+        low=0,
+        high=1,
+    )
 
 
 @dataclass
@@ -234,7 +240,9 @@ class RewardConfig:
         None,
         "Its weight in the leaf score; 0 only logs it. null is 1, or 0 where eval.rewards names it.",
     )
-    path: str = knob("", "Its weights: a file, a folder or a hub id; empty looks in their usual place (docs/rewards.md).")
+    path: str = knob(
+        "", "Its weights: a file, a folder or a hub id; empty looks in their usual place (docs/rewards.md)."
+    )
     backbone: str = knob(
         "",
         "The network under aesthetic's head (CLIP ViT-L/14) and under videoalign (Qwen2-VL-2B): a folder or a hub id; "
@@ -270,6 +278,20 @@ class EvalConfig:
     )
     num_prompts: int = knob(64, "Pictures to score, one for each of that file's prompts in turn.", low=1)
     num_steps: int = knob(0, "Denoising steps; 0 takes sample.num_steps.", low=0)
+    rewards: list[str] = knob(
+        [],
+        "Rewards to watch besides the trained ones: built-in names, or names under rewards. Without a weight of their "
+        "own there they are asked in evaluations alone.",
+    )
+    best: str = knob(
+        "",
+        "The reward whose best evaluation is kept as checkpoints/best; empty is the first watched one, else the first.",
+    )
+    watch: str = knob(
+        "warn",
+        "What to do when evaluations show the trained reward rising while watched rewards or the pictures get worse.",
+        choices=("off", "warn", "stop"),
+    )
 
 
 @dataclass

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside, diffusers and transformers report errors only, and progress only to a terminal."""
+    """Inside, diffusers, transformers and the hub's client report errors only, and progress only to a terminal."""
     import transformers
+    from huggingface_hub import logging as hub_logging
 
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -16,6 +17,8 @@ def quiet_libraries() -> Iterator[None]:
 
     before_diffusers = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
+    before_hub = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
         diffusers_logging.disable_progress_bar()
@@ -24,3 +27,4 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         transformers.logging.set_verbosity(before)
         diffusers_logging.set_verbosity(before_diffusers)
+        hub_logging.set_verbosity(before_hub)

@@ -1,17 +1,21 @@
 """Finding reward functions, calling them, and holding them to their contract."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..config.schema import RewardConfig
+from ..config.schema import Config, RewardConfig
 from ..core.advantage import combine
 from ..core.errors import InputError
 from ..imports import find
+from .catalog import BUILT_IN
 
 Columns = Mapping[str, Sequence[object]]
 Reward = Callable[[Tensor, Sequence[str], Columns], Tensor | Mapping[str, Tensor]]
@@ -21,16 +25,12 @@ dict of named parts.
 NaN is "no score": the leaf is masked, never counted as 0. Named parts are averaged into the score and logged apart.
 """
 
-BUILT_IN = {
-    "brightness": "arborl.rewards.canary:brightness",
-    "jpeg": "arborl.rewards.canary:jpeg",
-    "place": "arborl.rewards.canary:place",
-    "scene": "arborl.scenes.score:scene",
-}
-NOT_YET = {
-    "hps": "HPS-v2.1 and its weights (hps_ckpt/HPS_v2.1_compressed.pt) are not part of this version; "
-    "use a reward of your own with rewards=none rewards.mine.fn=package.module:function",
-}
+
+class Lost(NamedTuple):
+    """Pictures that a reward failed on, and why (the last reason)."""
+
+    pictures: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -39,33 +39,75 @@ class Scores:
 
     parts: dict[str, Float[Tensor, "prompts leaves"]]
     total: Float[Tensor, "prompts leaves"]
+    lost: dict[str, Lost] = field(default_factory=dict)
+
+
+class Answers(NamedTuple):
+    """Scores of some pictures by reward and `reward/part`, NaN where there is none; and which rewards failed, why."""
+
+    scores: dict[str, Float[Tensor, " n"]]
+    failures: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The configured rewards."""
+    """The configured rewards. Those held out are asked in evaluations alone."""
 
     functions: dict[str, Reward]
     weights: dict[str, float]
     how: str = "zscore"
+    held_out: frozenset[str] = frozenset()
+    names: dict[str, list[str]] = field(default_factory=dict)  # what each reward was seen to answer: itself, its parts
 
-    def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns) -> dict[str, Float[Tensor, " n"]]:
-        """Every reward's scores of some pictures, and its parts under `reward/part`."""
+    @property
+    def trained(self) -> "Rewards":
+        """Those that training asks."""
+        return replace(self, functions={n: f for n, f in self.functions.items() if n not in self.held_out})
+
+    @property
+    def watched(self) -> list[str]:
+        return [name for name in self.functions if name in self.held_out]
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns, strict: bool = False) -> Answers:
+        """Every reward's scores of some pictures.
+
+        A reward that raises has no score for them: it is anyone's code, and may be on another machine. What is wrong
+        with it for good, such as a result of the wrong shape, still ends the run; `strict`, so does everything.
+        """
         scores: dict[str, Tensor] = {}
+        failures: dict[str, str] = {}
+        broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
         for name, function in self.functions.items():
-            answer = function(images, prompts, columns)
-            if isinstance(answer, Mapping):
-                parts = {part: _checked(f"{name}/{part}", values, len(prompts)) for part, values in answer.items()}
-                if not parts:
-                    raise InputError(f"rewards.{name}.fn", None, "returned an empty dict", "named tensors of scores")
-                scores[name] = torch.stack(list(parts.values())).mean(0)
-                scores |= {f"{name}/{part}": values for part, values in parts.items()}
-            else:
-                scores[name] = _checked(name, answer, len(prompts))
-        return scores
+            try:
+                answer = function(images, prompts, columns)
+            except InputError:
+                raise
+            except Exception as error:
+                if strict:
+                    raise
+                failures[name] = _first_line(error)
+                scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
+                continue
+            if told := getattr(function, "take_failures", list)():
+                failures[name] = told[-1]
+            named = _named(name, answer, len(prompts))
+            self.names[name] = [part for part, _ in named]
+            scores |= {part: torch.where(broken, torch.nan, values) for part, values in named}
+        return Answers(scores, failures)
 
-    def combine(self, parts: dict[str, Float[Tensor, "prompts leaves"]]) -> Scores:
-        return Scores(parts, combine({name: parts[name] for name in self.functions}, self.weights, self.how))
+    def combine(self, parts: dict[str, Float[Tensor, "prompts leaves"]], lost: dict[str, Lost] | None = None) -> Scores:
+        total = combine({name: parts[name] for name in self.functions}, self.weights, self.how)
+        return Scores(parts, total, lost or {})
+
+
+def _named(name: str, answer: object, count: int) -> list[tuple[str, Float[Tensor, " n"]]]:
+    """A reward's answer by name, its parts by `reward/part`."""
+    if not isinstance(answer, Mapping):
+        return [(name, _checked(name, answer, count))]
+    parts = [(f"{name}/{part}", _checked(f"{name}/{part}", values, count)) for part, values in answer.items()]
+    if not parts:
+        raise InputError(f"rewards.{name}.fn", None, "returned an empty dict", "named tensors of scores")
+    return [(name, torch.stack([values for _, values in parts]).mean(0)), *parts]
 
 
 def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
@@ -85,8 +127,33 @@ def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
     return scores.detach().float().cpu()
 
 
-def load_rewards(configs: Mapping[str, RewardConfig], how: str = "zscore") -> Rewards:
-    """Find every configured function; one line names all that are missing."""
+def _first_line(error: Exception) -> str:
+    """What was raised, and where."""
+    text = next(iter(str(error).splitlines()), "")
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{told}, at {Path(frame.filename).name}:{frame.lineno}"
+
+
+def rewards_of(config: Config) -> Rewards:
+    """The rewards of a run."""
+    found = load_rewards(config.rewards, config.advantage.combine, config.model.path, config.eval.rewards)
+    if config.eval.best and config.eval.best not in found.functions:
+        raise InputError("eval.best", config.eval.best, "is no reward of this run", ", ".join(found.functions))
+    return found
+
+
+def load_rewards(
+    configs: Mapping[str, RewardConfig], how: str = "zscore", pipeline: str = "", watched: Collection[str] = ()
+) -> Rewards:
+    """Find every configured reward, and those that evaluation watches; one line names all that are missing.
+
+    Weights are looked for and not read: that is for the first call, on the pictures' device. `pipeline` is the model
+    that is trained, whose tokenizer may serve a reward too.
+    """
+    weights = {name: _weight(config, name in watched) for name, config in configs.items()}
+    configs = {**configs, **{name: RewardConfig() for name in watched if name not in configs}}
+    weights |= {name: 0.0 for name in configs if name not in weights}
     if not configs:
         raise InputError(
             "rewards",
@@ -94,32 +161,49 @@ def load_rewards(configs: Mapping[str, RewardConfig], how: str = "zscore") -> Re
             "no reward is configured",
             "rewards=<name>, or rewards.<name>.fn=package.module:function",
         )
-    if all(config.weight == 0 for config in configs.values()):
+    if not any(weights.values()):
         raise InputError(
             "rewards.<name>.weight",
             0,
             "every reward's weight is 0, so nothing is optimised",
             "a weight other than 0",
         )
+    if "pictures" in configs:
+        raise InputError("rewards.pictures", None, "evaluations use this name for the pictures' statistics", "another")
     functions: dict[str, Reward] = {}
     problems: list[str] = []
     for name, config in configs.items():
         try:
-            functions[name] = _find(f"rewards.{name}.fn", config.fn)
+            functions[name] = make_reward(name, config, pipeline)
         except InputError as error:
             problems.append(str(error))
     if problems:
         raise InputError.joined(problems)
-    return Rewards(functions, {name: config.weight for name, config in configs.items()}, how)
+    return Rewards(functions, weights, how, frozenset(name for name in watched if weights[name] == 0))
 
 
-def _find(key: str, spec: str) -> Reward:
-    """A built-in reward by name, or the user's own."""
-    if spec in NOT_YET:
-        raise InputError(key, spec, NOT_YET[spec])
-    function = find(key, BUILT_IN.get(spec, spec), BUILT_IN)
+def _weight(config: RewardConfig, watched: bool) -> float:
+    return config.weight if config.weight is not None else float(not watched)
+
+
+def make_reward(name: str, config: RewardConfig, pipeline: str = "") -> Reward:
+    """One reward: a server's, a built-in one, or the user's own function."""
+    if config.url:
+        from .remote import RemoteReward
+
+        remote = RemoteReward(name, config)
+        remote.check()
+        return remote
+    spec, key = config.fn or name, f"rewards.{name}.fn"
+    if not config.fn and name not in BUILT_IN:
+        problem = "is not set, and there is no built-in reward of that name"
+        raise InputError(key, None, problem, f"package.module:function, or of {', '.join(BUILT_IN)}")
+    known = BUILT_IN.get(spec)
+    found: Any = find(key, known.fn if known else spec, BUILT_IN)
+    if known and inspect.isclass(found):
+        return found(name, config, pipeline)
     try:
-        inspect.signature(function).bind("images", "prompts", "columns")
+        inspect.signature(found).bind("images", "prompts", "columns")
     except TypeError:
         raise InputError(key, spec, "does not take what a reward is given", "(images, prompts, columns)") from None
-    return function
+    return found

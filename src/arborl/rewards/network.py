@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class NetworkReward(ABC):
-    """Subclasses look for their files in `__init__` (cheap: nothing is read), read them in `load`, and score in `score`.
+    """Subclasses look for their files in `__init__` (nothing is read yet), read them in `load`, and score in `score`.
 
     Called as any reward: (pictures or videos, prompts, columns) -> one score each. Of a video a picture's reward scores
     the frames, and their mean is the score; a reward `of_videos` gets the videos themselves.
@@ -53,17 +53,17 @@ class NetworkReward(ABC):
         if self.of_videos and images.ndim != 5:
             raise InputError(self.key("fn"), None, "scores videos, and was given pictures", "a model that makes videos")
         images = as_rgb(images)
-        frames = 1 if self.of_videos or images.ndim == 4 else images.shape[1]
-        if frames > 1 or (images.ndim == 5 and not self.of_videos):
+        frames = 1
+        if images.ndim == 5 and not self.of_videos:
+            frames = images.shape[1]
             images, prompts = images.flatten(0, 1), [prompt for prompt in prompts for _ in range(frames)]
         if self.device != images.device:
             self.load(images.device, self.dtype(images.device))
             self.device = images.device
         size = self.config.batch_size
-        found = [
-            self.score(images[i : i + size].float().clamp(0, 1), prompts[i : i + size])
-            for i in range(0, len(images), size)
-        ]
-        if isinstance(found[0], Mapping):
-            return {part: torch.cat([values[part] for values in found]).view(-1, frames).mean(1) for part in found[0]}
-        return torch.cat(found).view(-1, frames).mean(1)  # type: ignore[arg-type]
+        found: list[Mapping[str, Tensor]] = []
+        for i in range(0, len(images), size):
+            scores = self.score(images[i : i + size].float().clamp(0, 1), prompts[i : i + size])
+            found.append(scores if isinstance(scores, Mapping) else {"": scores})
+        whole = {part: torch.cat([scores[part] for scores in found]).view(-1, frames).mean(1) for part in found[0]}
+        return whole.get("", whole)

@@ -1,6 +1,5 @@
 """Pictures made ready for a network, on their device, as the projects that trained the networks did it on PIL's."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
@@ -8,7 +7,7 @@ from torch.nn import functional
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 THINNEST = 32
-"""Sides that differ by more than this factor are refused where the shorter decides the size: the longer would explode."""
+"""Sides that differ by a larger factor are refused where the shorter decides the size: the longer would explode."""
 
 
 def as_rgb(images: Tensor) -> Tensor:
@@ -44,7 +43,7 @@ def letterbox(images: Float[Tensor, "n 3 height width"], size: int) -> Float[Ten
 def centre_crop(
     images: Float[Tensor, "n 3 height width"], size: int, rounded: bool = False
 ) -> Float[Tensor, "n 3 size size"]:
-    """Shorter side to `size`, then the middle: within 1 of 255 of PIL's bicubic, which works an axis at a time in bytes.
+    """Shorter side to `size`, then the middle; within 1 of 255 of PIL's bicubic, which does an axis at a time in bytes.
 
     Of an odd margin transformers leaves out the smaller half before the picture (`rounded=False`), torchvision rounds
     to even.

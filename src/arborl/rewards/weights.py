@@ -4,6 +4,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..models.embeddings import cache_home, fingerprint
+from ..models.quiet import quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -27,53 +29,60 @@ class Weights:
     size: str = ""
     licence: str = ""  # as the hub's page or the project states it
 
-    def find(self, key: str, given: str = "", fetch: bool = True) -> Path:
-        """Where it lies: at the path or hub id that is given, else in its place, else in the hub's cache.
+    def find(self, key: str, given: str = "") -> Path:
+        """Where it lies: at the path or hub id that is given, else in its usual place, else in the hub's cache.
 
-        What is nowhere is fetched, unless that is forbidden here (`fetch`) or by HF_HUB_OFFLINE.
+        Only what is named by its hub id is fetched: gigabytes should not come unasked.
         """
         path = Path(given or self.place).expanduser()
         if given or self.place:
-            if self.file and path.is_dir() and (path / Path(self.file).name).is_file():
-                return path / Path(self.file).name
-            if self.file and path.is_dir() and (path / self.file).is_file():
-                return path / self.file
-            if path.is_file() if self.file else (path / "config.json").is_file():
+            inside = [path / self.file, path / Path(self.file).name] if self.file else [path / "config.json"]
+            for file in inside if path.is_dir() else ():
+                if file.is_file():
+                    return file if self.file else path
+            if self.file and path.is_file():
                 return path
-        if path.exists() and path.is_dir():
-            raise InputError(key, path, f"the folder has no {self.file or 'config.json'}", self.advice)
-        if path.exists() and not self.file:
-            raise InputError(key, path, "is a file", f"a folder, or a hub id such as {self.hub}")
+            if path.is_dir():
+                raise InputError(key, path, f"the folder has no {inside[0].name}", self.advice)
+            if path.exists():
+                raise InputError(key, path, "is a file", f"a folder, or a hub id such as {self.hub}")
         if given and not _is_hub_id(given):
             raise InputError(key, given, "there is no such file or folder", self.advice)
-        return self._from_hub(key, given, fetch)
+        return self._from_hub(key, given)
 
     @property
     def advice(self) -> str:
         """How to get it, and where to put it."""
         target = str(Path(self.place).parent if self.file else self.place) if self.place else "FOLDER"
+        if self.file.count("/"):  # comes with its folders
+            target = self.place.removesuffix(self.file).rstrip("/")
         what = f"{self.hub} {self.file}".strip()
         return f"a path of your own, or `hf download {what} --local-dir {target}`"
 
     def missing(self, key: str, given: str, why: str = "") -> InputError:
         looked = f"not at {self.place}, " if self.place and not given else ""
-        name = self.file or self.hub
-        problem = f"{name} is not here ({looked}not in the hub's cache) and was not fetched"
+        problem = f"{self.file or self.hub} is not here ({looked}not in the hub's cache)"
         return InputError(key, given or None, problem + (f" ({why.splitlines()[0]})" if why else ""), self.advice)
 
-    def _from_hub(self, key: str, given: str, fetch: bool) -> Path:
-        from huggingface_hub import constants, hf_hub_download, snapshot_download
+    def _from_hub(self, key: str, given: str) -> Path:
+        # Pictures, other frameworks' weights and the same ones twice stay where they are.
+        wanted = [self.file] if self.file else ["*.json", "*.txt", "*.safetensors", "*.model"]
+        folder = from_hub(given or self.hub, wanted, fetch=bool(given))
+        if isinstance(folder, Path) and (folder / (self.file or "config.json")).is_file():
+            return folder / self.file if self.file else folder
+        raise self.missing(key, given, "" if isinstance(folder, Path) else folder)
 
-        local = not fetch or constants.HF_HUB_OFFLINE
-        hub = given or self.hub
-        try:
-            if self.file:
-                return Path(hf_hub_download(hub, self.file, local_files_only=local))
-            # Pictures, other frameworks' weights and the same ones twice stay where they are.
-            wanted = ["*.json", "*.txt", "*.safetensors", "*.model"]
-            return Path(snapshot_download(hub, allow_patterns=wanted, local_files_only=local))
-        except (OSError, ValueError) as error:
-            raise self.missing(key, given, "" if local else str(error)) from None
+
+def from_hub(name: str, wanted: list[str], fetch: bool) -> Path | str:
+    """The folder of a repository in the hub's cache, with what is wanted of it; or why it is not there."""
+    from huggingface_hub import constants, snapshot_download
+
+    local = not fetch or constants.HF_HUB_OFFLINE
+    try:
+        with quiet_libraries():
+            return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=local))
+    except (OSError, ValueError) as error:
+        return "" if local else str(error)
 
 
 def _is_hub_id(text: str) -> bool:
@@ -87,7 +96,7 @@ def read_tensors(key: str, path: Path) -> dict[str, Any]:
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error) or "Weights only" in str(error):
+        if "GLOBAL" in str(error):
             problem = "is refused: it holds more than weights, and that would run as code when it is read"
         else:
             problem = "is not a checkpoint, or is damaged"
@@ -134,7 +143,8 @@ def converted(key: str, path: Path, name: str, convert: Callable[[], dict[str, T
         save_file({n: t.contiguous() for n, t in tensors.items()}, aside)
         aside.replace(copy)
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         warnings.warn(f"{copy}: converted weights could not be kept there ({error}); next time anew", stacklevel=2)
     return tensors
 

@@ -50,6 +50,9 @@ def check_captions(prompts: Sequence[str]) -> None:
         raise InputError("rewards.scene", None, problem, "captions of the scenes, or another reward: rewards=<name>")
 
 
+scene.check_prompts = check_captions  # type: ignore[attr-defined]
+
+
 def parts(images: Float[Tensor, "n 3 side side"], scenes: Int[Tensor, "n 5"]) -> dict[str, Float[Tensor, " n"]]:
     """The four parts, for scenes that are already parsed."""
     palette = torch.tensor(list(COLOURS.values())).to(images)

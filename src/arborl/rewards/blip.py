@@ -1,0 +1,169 @@
+"""ImageReward (arXiv 2304.05977): BLIP reads picture and prompt together, a linear head rates what it read."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..config.schema import RewardConfig
+from ..core.errors import InputError
+from ..models.quiet import quiet_libraries
+from .catalog import IMAGEREWARD
+from .clip import affine
+from .network import NetworkReward
+from .pixels import centre_crop, normalised
+from .tokens import tokenizer_folder
+from .weights import Weights, check_names, converted, read_tensors, tensors_of
+
+HEADS = (16, 12)
+"""Attention heads of ViT-L/16 and of BERT-base."""
+MEAN, STD = 0.16717362830052426, 1.0333394966054072
+"""Of the head's raw output over its authors' pictures."""
+LENGTH = 35
+BERT = Weights(hub="google-bert/bert-base-uncased")
+
+
+class ImageReward(NetworkReward):
+    def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
+        super().__init__(name, config, pipeline)
+        self.path = IMAGEREWARD.find(self.key("path"), config.path)
+        beside = self.path.parent if not config.tokenizer and (self.path.parent / "vocab.txt").is_file() else None
+        self.tokenizer_path = beside or tokenizer_folder(self.key("tokenizer"), config.tokenizer, BERT)
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> None:
+        key, path = self.key("path"), self.path
+        tensors = converted(key, path, "imagereward", lambda: from_original(key, path, read_tensors(key, path)))
+        self.network = Blip(key, path, tensors, HEADS, dtype).to(device).requires_grad_(False).eval()
+        with quiet_libraries():
+            from transformers import BertTokenizer
+
+            try:
+                self.tokenizer = BertTokenizer.from_pretrained(self.tokenizer_path, do_lower_case=True)
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                problem = f"cannot be read ({str(error).splitlines()[0][:200]})"
+                raise InputError(self.key("tokenizer"), self.tokenizer_path, problem, BERT.hub) from None
+        words = self.network.text.config.vocab_size
+        if len(self.tokenizer) > words:
+            problem = f"has {len(self.tokenizer)} tokens, and the network knows {words}"
+            raise InputError(self.key("tokenizer"), self.tokenizer_path, problem, BERT.hub)
+
+    def score(self, images: Float[Tensor, "n 3 height width"], prompts: Sequence[str]) -> Float[Tensor, " n"]:
+        pixels = normalised(centre_crop(images, self.network.size, rounded=True))
+        words = self.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
+        )
+        return self.network(pixels, words["input_ids"].to(pixels.device), words["attention_mask"].to(pixels.device))
+
+
+class Blip(nn.Module):
+    """Picture tokens, read by a BERT with cross-attention; the first text token's state is rated."""
+
+    def __init__(
+        self, key: str, path: Path, tensors: Mapping[str, Tensor], heads: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        from transformers import BlipTextModel, BlipVisionModel
+        from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+        vision, text = part("vision."), part("text.")
+        try:
+            patches = vision["embeddings.patch_embedding.weight"]
+            places = vision["embeddings.position_embedding"].shape[1]
+            self.size = round((places - 1) ** 0.5) * patches.shape[-1]
+            vision_config = BlipVisionConfig(
+                hidden_size=len(patches),
+                intermediate_size=len(vision["encoder.layers.0.mlp.fc1.weight"]),
+                num_hidden_layers=_count(vision, "encoder.layers."),
+                num_attention_heads=heads[0],
+                patch_size=patches.shape[-1],
+                image_size=self.size,
+                layer_norm_eps=1e-6,
+                hidden_act="gelu",
+            )
+            words, length = (text[f"embeddings.{kind}_embeddings.weight"] for kind in ("word", "position"))
+            text_config = BlipTextConfig(
+                vocab_size=len(words),
+                max_position_embeddings=len(length),
+                hidden_size=words.shape[1],
+                encoder_hidden_size=len(patches),
+                intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
+                num_hidden_layers=_count(text, "encoder.layer."),
+                num_attention_heads=heads[1],
+                layer_norm_eps=1e-12,
+                hidden_act="gelu",
+                is_decoder=True,  # gives it cross-attention; the call below reads both ways all the same
+            )
+            head = tensors["head.weight"], tensors["head.bias"]
+        except KeyError as error:
+            raise InputError(key, path, f"does not hold ImageReward (no {error.args[0]})", IMAGEREWARD.file) from None
+
+        def filled(kind: Any, config: Any, own: dict[str, Tensor], **options: Any) -> Any:
+            with torch.device("meta"):
+                wanted = kind(config, **options).state_dict()
+            check_names(key, path, own, wanted, "ImageReward")
+            return kind.from_pretrained(None, config=config, state_dict=own, dtype=dtype, **options)
+
+        with quiet_libraries():
+            self.vision = filled(BlipVisionModel, vision_config, vision)
+            self.text = filled(BlipTextModel, text_config, text, add_pooling_layer=False)
+        self.head = nn.Linear(head[0].shape[1], 1)
+        self.head.load_state_dict({"weight": head[0].float(), "bias": head[1].float()})
+
+    def forward(
+        self, pixels: Float[Tensor, "n 3 size size"], ids: Int[Tensor, "n words"], mask: Int[Tensor, "n words"]
+    ) -> Float[Tensor, " n"]:
+        seen = self.vision(pixels.to(self.vision.dtype)).last_hidden_state
+        read = self.text(
+            input_ids=ids,
+            attention_mask=mask,
+            encoder_hidden_states=seen,
+            encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
+            is_decoder=False,
+        )
+        return (self.head(read.last_hidden_state[:, 0].float())[:, 0] - MEAN) / STD
+
+
+def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    return len({name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)})
+
+
+def from_original(key: str, path: Path, found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The published weights under transformers' names (`vision.`, `text.`), the head as one affine map."""
+    tensors = tensors_of(key, path, found)
+    inside = {
+        "cls_token": "embeddings.class_embedding",
+        "pos_embed": "embeddings.position_embedding",
+        "patch_embed.proj": "embeddings.patch_embedding",
+        "norm": "post_layernorm",
+    }
+    block = {"attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection", "norm1": "layer_norm1"}
+    block |= {"norm2": "layer_norm2"}
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("blip.visual_encoder."):
+            rest = name.removeprefix("blip.visual_encoder.")
+            rest = next((new + rest.removeprefix(old) for old, new in inside.items() if _is(rest, old)), rest)
+            rest = rest.replace("blocks.", "encoder.layers.", 1) if rest.startswith("blocks.") else rest
+            for old, new in block.items():
+                rest = rest.replace(f".{old}.", f".{new}.")
+            made[f"vision.{rest}"] = tensor
+        elif name.startswith("blip.text_encoder.") and not name.endswith("position_ids"):
+            made[f"text.{name.removeprefix('blip.text_encoder.')}"] = tensor
+        elif not name.startswith(("mlp.layers.", "blip.vision_proj.", "blip.text_proj.", "blip.text_encoder.")):
+            made[name] = tensor  # what does not belong here is told by name
+    made["head.weight"], made["head.bias"] = affine(key, path, tensors, "mlp.layers.")
+    strangers = sorted(name for name in made if not name.startswith(("vision.", "text.", "head.")))
+    if strangers:
+        problem = f"does not hold ImageReward: {len(strangers)} tensors unexpected, such as {strangers[0]}"
+        raise InputError(key, path, problem, IMAGEREWARD.file)
+    return made
+
+
+def _is(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")

@@ -1,0 +1,126 @@
+"""Watching for reward hacking: what the pictures are like, and whether only the trained reward is getting better."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+SIGMAS = 2.0
+"""Standard errors that a change must exceed to count."""
+DARK, VIVID, EDGE = 0.05, 0.9, 0.1
+"""Luma below which a pixel is dark, spread of its channels above which it is saturated, step that makes an edge."""
+BINS = 8
+THUMBNAIL = 16
+LIMITS = {
+    "dark": (0.0, 0.25),
+    "saturated": (0.0, 0.25),
+    "entropy": (0.6, 0.0),
+    "edges": (0.4, 0.0),
+    "diversity": (0.4, 0.0),
+}
+"""What of a statistic's first value must be left, and what may be added to it."""
+
+
+def statistics(images: Float[Tensor, "n 3 height width"]) -> dict[str, Float[Tensor, " n"]]:
+    """Cheap numbers of each picture: shares of dark and of saturated pixels, colour entropy in bits (of 8×8×8 bins, so
+    0 to 9), share of pixels on an edge.
+    """
+    images = images.float().nan_to_num().clamp(0, 1)
+    luma = (images * images.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1)
+    steps = functional.pad(luma.diff(dim=2).abs(), (0, 1)) + functional.pad(luma.diff(dim=1).abs(), (0, 0, 0, 1))
+    bins = (images * BINS).long().clamp(max=BINS - 1).flatten(2)
+    colour = bins[:, 0] * BINS**2 + bins[:, 1] * BINS + bins[:, 2]
+    offset = torch.arange(len(images), device=images.device)[:, None] * BINS**3
+    counts = torch.bincount((colour + offset).flatten(), minlength=len(images) * BINS**3).view(len(images), -1)
+    share = counts / colour.shape[1]
+    return {
+        "dark": (luma < DARK).float().mean((1, 2)),
+        "saturated": (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2)),
+        "entropy": torch.special.entr(share).sum(1) / math.log(2),
+        "edges": (steps > EDGE).float().mean((1, 2)),
+    }
+
+
+def thumbnails(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 16 16"]:
+    """What is left of pictures that are to be told apart."""
+    return functional.adaptive_avg_pool2d(images.float(), THUMBNAIL).cpu()
+
+
+def diversity(leaves: Float[Tensor, "prompts leaves 3 16 16"]) -> Float[Tensor, " prompts"]:
+    """How far a prompt's leaves are from one another: mean distance of two thumbnails, in pixel values."""
+    flat = leaves.flatten(2)
+    count = flat.shape[1]
+    if count < 2:
+        return flat.new_zeros(len(flat))
+    distance = torch.cdist(flat, flat) / math.sqrt(flat.shape[-1])
+    return distance.sum((1, 2)) / (count * (count - 1))
+
+
+def evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """The rows of metrics that hold an evaluation of this reward."""
+    return [row for row in rows if row.get(f"eval/{name}") is not None]
+
+
+def best(rows: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
+    """The evaluation where this reward was highest, the earliest of equals."""
+    return max(evaluations(rows, name), key=lambda row: row[f"eval/{name}"], default=None)
+
+
+def hacking(rows: Sequence[Mapping[str, Any]], trained: Sequence[str], watched: Sequence[str]) -> list[str]:
+    """What got worse while a trained reward rose, by the newest of some rows; nothing while all is well.
+
+    A reward has changed if it did by more than two standard errors: a trained one since the first evaluation, a watched
+    one since its best. A statistic of the pictures has when it left `LIMITS`.
+    """
+    now = rows[-1]
+    risen = [name for name in trained if _change(evaluations(rows, name)[:1], now, name) > 0]
+    if not risen:
+        return []
+    fallen = [name for name in watched if _change([best(rows, name)], now, name) < 0]
+    worse = [f"{name} {_shown(best(rows, name), name)} -> {_shown(now, name)}" for name in fallen]
+    for name, (left, added) in LIMITS.items():
+        first, last = _statistic(rows, name)
+        if first is None or last is None:
+            continue
+        if (added and last > first + added) or (left and last < first * left):
+            worse.append(f"{name} {first:.3g} -> {last:.3g}")
+    if not worse:
+        return []
+    first = evaluations(rows, risen[0])[0]
+    return [f"{risen[0]} {_shown(first, risen[0])} -> {_shown(now, risen[0])}", *worse]
+
+
+def _change(before: Sequence[Mapping[str, Any] | None], now: Mapping[str, Any], name: str) -> int:
+    """-1, 0 or 1: whether a reward fell, stayed or rose by more than chance explains."""
+    key = f"eval/{name}"
+    then = before[0] if before else None
+    if then is None or now.get(key) is None:
+        return 0
+    error = math.hypot(*(row.get(f"{key}_stderr") or 0.0 for row in (then, now)))
+    change = now[key] - then[key]
+    return (change > 0) - (change < 0) if abs(change) > SIGMAS * error else 0
+
+
+def _statistic(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
+    """A statistic at first and at last; of the leaves' diversity, which every epoch has and a moving window moves, the
+    mean between two evaluations.
+    """
+    if name != "diversity":
+        found = [row[f"eval/pictures/{name}"] for row in rows if row.get(f"eval/pictures/{name}") is not None]
+        return (found[0], found[-1]) if found else (None, None)
+    spans: list[list[float]] = [[]]
+    for row in rows:
+        if row.get("eval/pictures/dark") is not None and spans[-1]:
+            spans.append([])
+        if row.get("diversity") is not None:
+            spans[-1].append(row["diversity"])
+    means = [sum(span) / len(span) for span in spans if span]
+    return (means[0], means[-1]) if len(means) > 1 else (None, None)
+
+
+def _shown(row: Mapping[str, Any] | None, name: str) -> str:
+    return "–" if row is None else f"{row[f'eval/{name}']:.4g}"
