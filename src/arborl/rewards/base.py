@@ -200,7 +200,7 @@ def make_reward(name: str, config: RewardConfig, pipeline: str = "") -> Reward:
         raise InputError(key, None, problem, f"package.module:function, or of {', '.join(BUILT_IN)}")
     known = BUILT_IN.get(spec)
     found: Any = find(key, known.fn if known else spec, BUILT_IN)
-    if known and inspect.isclass(found):
+    if known and isinstance(found, type):
         return found(name, config, pipeline)
     try:
         inspect.signature(found).bind("images", "prompts", "columns")

@@ -31,8 +31,9 @@ VIDEOALIGN = Weights(
     hub="KwaiVGI/VideoReward",
     file="checkpoint-11352/model.pth",
     place="videoalign_ckpt/checkpoint-11352/model.pth",
+    also="model_config.json",
     size="5.0 GB",
-    licence="MIT",
+    licence="Apache-2.0",
 )
 
 

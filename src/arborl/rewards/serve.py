@@ -49,7 +49,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from .base import Reward
-from .remote import strict_json
+from .wire import strict_json
 
 PICTURE_PIXELS, REQUEST_PIXELS = 4096 * 4096, 2**28
 """The largest picture, and all those of a request together: a small file may hold a huge picture."""

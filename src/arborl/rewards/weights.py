@@ -26,6 +26,7 @@ class Weights:
     hub: str  # repository on the hub that has it
     file: str = ""  # its name there; empty is a transformers folder, which is the repository itself
     place: str = ""  # where it is looked for first, from the current folder
+    also: str = ""  # what else to fetch with it
     size: str = ""
     licence: str = ""  # as the hub's page or the project states it
 
@@ -56,7 +57,7 @@ class Weights:
         target = str(Path(self.place).parent if self.file else self.place) if self.place else "FOLDER"
         if self.file.count("/"):  # comes with its folders
             target = self.place.removesuffix(self.file).rstrip("/")
-        what = f"{self.hub} {self.file}".strip()
+        what = " ".join(filter(None, [self.hub, self.file, self.also]))
         return f"a path of your own, or `hf download {what} --local-dir {target}`"
 
     def missing(self, key: str, given: str, why: str = "") -> InputError:
