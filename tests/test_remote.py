@@ -30,12 +30,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
+from arborl.cli import main
 from arborl.config.schema import RewardConfig
 from arborl.core.errors import InputError
 from arborl.rewards import remote, wire
+from arborl.rewards.base import RewardFailed
 from arborl.rewards.remote import RemoteReward
 from arborl.rewards.serve import read_png, serve
-from arborl.rewards.wire import RewardFailed, read_answer
+from arborl.rewards.wire import read_answer
 
 TOKEN = "a-token-of-tests"
 DOCS = Path(__file__).parent.parent / "docs" / "rewards.md"
@@ -336,7 +338,6 @@ class TestScores:
             with pytest.raises(InputError, match=r"refuses the token; set \$NO_SUCH"):
                 client(f"http://127.0.0.1:{port}").check()
 
-    @pytest.mark.skipif(not DOCS.exists() or "/score" not in DOCS.read_text(), reason="not written up yet")
     def test_docs_show_the_server_that_was_tried(self):
         assert EXAMPLE.strip() in DOCS.read_text()
 
@@ -376,7 +377,7 @@ class TestServersThatFail:
             made.wait()
             for _ in range(2):
                 start = time.monotonic()
-                with pytest.raises(RewardFailed, match=r"^rewards\.far: 4 pictures .*does not answer \(Connection ref"):
+                with pytest.raises(RewardFailed, match=r"^http\S+ does not answer \(Connection ref"):
                     reward(*numbered(8))
                 assert time.monotonic() - start < 5
         assert reward.servers[0].down
@@ -418,7 +419,7 @@ class TestServersThatFail:
         assert scores.isnan().nonzero().flatten().tolist() == [4, 5, 6, 7]
         assert scores[[0, 3, 8, 11]].tolist() == [0, 3, 8, 11]
         (line,) = reward.take_failures()
-        assert line == f"rewards.far: 4 pictures have no score: {fake}/poison answers 500: the reward failed: five"
+        assert line == f"{fake}/poison answers 500: the reward failed: five"
         assert reward.take_failures() == []
 
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 413])
@@ -915,3 +916,107 @@ class TestServer:
         port = int(real.rpartition(":")[2])
         with pytest.raises(InputError, match=rf"^--port={port}: cannot be served at \(.*in use"):
             serve(lambda images, prompts, columns: images, "test", "127.0.0.1", port, None)
+
+
+SERVED = """
+import os
+from pathlib import Path
+
+calls = 0
+
+def mortal(images, prompts, columns):
+    global calls
+    calls += 1
+    if calls > int(os.environ.get("CALLS", "1000")):
+        os._exit(1)
+    return images.flatten(1).mean(1)
+"""
+
+
+@contextmanager
+def served(reward: str, folder: Path, port: int = 0, calls: int = 1000) -> Iterator[str]:
+    """`arborl serve` in another process."""
+    command = [sys.executable, "-c", "from arborl.cli import main; main()"]
+    command += ["serve", reward, "--port", str(port), "--device", "cpu"]
+    environment = os.environ | {"CALLS": str(calls), "ARBORL_REWARD_TOKEN": TOKEN}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        try:
+            yield re.findall(r"http://\S+", line)[0]
+        finally:
+            server.terminate()
+
+
+class TestRuns:
+    """A training run whose reward is somewhere else."""
+
+    RUN = ("train", "-c", "mixture", "run_name=x", "train.epochs=4", "sample.num_prompts=2", "eval.num_prompts=4")
+    MORE = ("log.trackers=[]", "log.record_every=0", "rewards=none", "rewards.mine.retries=1", "rewards.mine.timeout=5")
+
+    @pytest.fixture(autouse=True)
+    def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        (tmp_path / "served.py").write_text(SERVED)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("ARBORL_REWARD_TOKEN", TOKEN)
+        return tmp_path
+
+    def run(self, *more: str) -> int | str | None:
+        with pytest.raises(SystemExit) as stopped:
+            main([*self.RUN, *self.MORE, *more])
+        return stopped.value.code
+
+    def rows(self, here: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (here / "runs" / "x" / "metrics.jsonl").read_text().splitlines()]
+
+    def test_is_the_run_with_the_reward_at_home(self, here: Path):
+        with served("brightness", here) as url:
+            assert self.run(f"rewards.mine.url={url}") == 0
+        away = self.rows(here)
+        shutil.rmtree(here / "runs")
+        assert self.run("rewards.mine.fn=brightness") == 0
+        for there, home in zip(away, self.rows(here), strict=True):
+            if "reward" in there:
+                assert there["reward"] == pytest.approx(home["reward"], abs=1e-3), "8 bits a channel"
+                assert there["rewards/mine/failed"] == 0
+
+    def test_goes_on_with_the_other_server_when_one_dies(self, here: Path):
+        with served("served:mortal", here, calls=3) as first, served("served:mortal", here) as second:
+            assert self.run(f"rewards.mine.url=[{first},{second}]", "rewards.mine.batch_size=4") == 0
+        found = self.rows(here)
+        assert [row["epoch"] for row in found] == [0, 1, 2, 3, 4]
+        assert all(row["rewards/mine/failed"] == 0 for row in found[:-1])
+
+    def test_stops_with_a_line_when_none_is_left_and_goes_on_later(self, here: Path, capsys: Any):
+        with served("served:mortal", here, calls=5) as url:
+            assert self.run(f"rewards.mine.url={url}") == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert [line for line in lines if line.startswith("error")] == lines[-1:]
+        assert re.match(r"error: rewards.mine: failed on \d+ of the 32 leaves of epoch \d+ \(http:", lines[-1])
+        assert "does not answer (Connection refused)" in lines[-1]
+        assert re.search(r"[1-3] epochs saved. To go on: arborl train --resume runs/x", lines[-2])
+        before = len(self.rows(here))
+        with (
+            served("served:mortal", here, port=int(url.rpartition(":")[2])) as url,
+            pytest.raises(SystemExit) as stopped,
+        ):
+            main(["train", "--resume", "runs/x", f"rewards.mine.url={url}"])
+        assert stopped.value.code == 0
+        found = self.rows(here)
+        assert len(found) > before
+        assert [row["epoch"] for row in found] == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize("problem", ["nobody", "token"])
+    def test_is_not_begun_without_its_reward(self, here: Path, capsys: Any, monkeypatch: Any, problem: str):
+        with served("brightness", here) as url:
+            if problem == "token":
+                monkeypatch.setenv("ARBORL_REWARD_TOKEN", "wrong")
+            else:
+                url = f"http://127.0.0.1:{free_port()}"
+            assert self.run(f"rewards.mine.url={url}") == 2
+        told = capsys.readouterr().err.strip()
+        assert len(told.splitlines()) == 1
+        said = "refuses the token; set $ARBORL_REWARD_TOKEN" if problem == "token" else "does not answer"
+        assert said in told
+        assert f"rewards.mine.url={url}" in told
+        assert not (here / "runs").exists()

@@ -12,7 +12,7 @@ from .core.noise import fold
 from .models import Model, model_class
 from .prompts import Prompts, load_prompts
 from .rewards import Rewards, rewards_of
-from .rewards.wire import RewardFailed
+from .rewards.base import RewardFailed
 
 T = TypeVar("T")
 

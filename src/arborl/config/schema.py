@@ -255,7 +255,8 @@ class RewardConfig:
     )
     dtype: str = knob(
         "auto",
-        "Precision of its network; auto is bfloat16 on a GPU and float32 on a CPU. Scores are float32.",
+        "Precision of its network; auto is half on a GPU (float16 for CLIP, bfloat16 for others), float32 on a CPU. "
+        "Scores are float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     batch_size: int = knob(32, "Pictures given to its network, or sent to a server, at a time.", low=1)

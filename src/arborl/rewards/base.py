@@ -26,6 +26,13 @@ NaN is "no score": the leaf is masked, never counted as 0. Named parts are avera
 """
 
 
+class RewardFailed(Exception):  # noqa: N818 (a name that callers know)
+    """A reward could not score what it was given. One line says why."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(c if c.isprintable() else " " for c in text))
+
+
 class Lost(NamedTuple):
     """Pictures that a reward failed on, and why (the last reason)."""
 
@@ -128,7 +135,9 @@ def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
 
 
 def _first_line(error: Exception) -> str:
-    """What was raised, and where."""
+    """What was raised, and where; of a failure that is told as one, what is told."""
+    if isinstance(error, RewardFailed):
+        return str(error)
     text = next(iter(str(error).splitlines()), "")
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -23,6 +23,7 @@ class NetworkReward(ABC):
     """
 
     of_videos = False
+    half = torch.bfloat16  # the precision of its network on a GPU, unless another is asked for
 
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         self.name, self.config = name, config
@@ -36,7 +37,7 @@ class NetworkReward(ABC):
     def dtype(self, device: torch.device) -> torch.dtype:
         if self.config.dtype != "auto":
             return DTYPES[self.config.dtype]
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return self.half if device.type == "cuda" else torch.float32
 
     @abstractmethod
     def load(self, device: torch.device, dtype: torch.dtype) -> None:

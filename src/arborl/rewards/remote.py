@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
-from .base import Columns
+from .base import Columns, RewardFailed
 from .pixels import as_rgb
-from .wire import PROBE, Refused, RewardFailed, Server, png
+from .wire import PROBE, Refused, Server, png
 
 WAIT = 1.0
 """Seconds before a server is asked again after its first failure; doubled at each further one in a row."""
@@ -77,7 +77,7 @@ class RemoteReward:
             finally:
                 shared.stop()
         failed = [piece for piece in pieces if piece.scores is None]
-        lost = [f"rewards.{self.name}: {len(piece.rows)} pictures have no score: {piece.why}" for piece in failed]
+        lost = [piece.why for piece in failed]
         if lost and len(lost) == len(pieces):
             raise RewardFailed(lost[-1])
         self.failures += lost

@@ -17,18 +17,13 @@ import torch
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError
 
+from .base import RewardFailed
+
 PROBE = 5.0
 """Seconds in which a server must say that it is there, where it was held to be down."""
 ITEM_BYTES, ANSWER_BYTES = 4 * 2**10, 64 * 2**10
 """How long an answer may be: so much for each picture, and so much besides."""
 LARGEST = torch.finfo(torch.float32).max
-
-
-class RewardFailed(Exception):  # noqa: N818 (a name that callers know)
-    """A server did not score what it was sent. One line says why."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__("".join(c if c.isprintable() else " " for c in text))
 
 
 class Refused(RewardFailed):

@@ -1,0 +1,167 @@
+"""The watch for reward hacking: statistics that mean what they say, a rule that speaks when it should, best weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arborl.checkpoint import checkpoints
+from arborl.cli import main
+from arborl.watch import best, diversity, hacking, statistics, thumbnails
+
+images = st.builds(
+    lambda seed, n, h, w: torch.rand(n, 3, h, w, generator=torch.Generator().manual_seed(seed)),
+    st.integers(0, 99),
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+
+
+def flat(*colour: float, side: int = 16) -> torch.Tensor:
+    return torch.tensor(colour).view(1, 3, 1, 1).expand(1, 3, side, side)
+
+
+class TestStatistics:
+    @given(images)
+    def test_are_of_each_picture_alone_and_bounded(self, some):
+        found = statistics(some)
+        for name, values in found.items():
+            alone = torch.cat([statistics(picture[None])[name] for picture in some])
+            assert torch.allclose(values, alone, atol=1e-6), name
+            assert ((values >= 0) & (values <= (9 if name == "entropy" else 1))).all()
+
+    def test_of_pictures_one_knows(self):
+        def of(picture: torch.Tensor) -> dict[str, float]:
+            return {name: round(float(values[0]), 4) for name, values in statistics(picture).items()}
+
+        assert of(flat(0, 0, 0)) == {"dark": 1, "saturated": 0, "entropy": 0, "edges": 0}
+        assert of(flat(1, 0, 0)) == {"dark": 0, "saturated": 1, "entropy": 0, "edges": 0}
+        assert of(flat(0.5, 0.5, 0.5)) == {"dark": 0, "saturated": 0, "entropy": 0, "edges": 0}
+        halves = torch.cat([flat(0, 0, 0), flat(1, 1, 1)], 3)
+        assert of(halves) == {"dark": 0.5, "saturated": 0, "entropy": 1, "edges": round(1 / 32, 4)}
+        assert of(torch.rand(1, 3, 64, 64))["edges"] > 0.8
+
+    def test_diversity(self):
+        same = thumbnails(torch.rand(1, 3, 40, 30)).expand(4, -1, -1, -1)
+        assert diversity(same[None]).item() == pytest.approx(0, abs=1e-3)
+        both = torch.cat([thumbnails(flat(0, 0, 0)), thumbnails(flat(1, 1, 1))])
+        assert diversity(both[None]).item() == pytest.approx(1, abs=1e-3), "black and white are a whole step apart"
+        assert diversity(both[None, :1]).item() == 0, "one leaf has none"
+        order = torch.randperm(6)
+        some = torch.rand(2, 6, 3, 16, 16)
+        assert torch.allclose(diversity(some), diversity(some[:, order]), atol=1e-5)
+
+
+def row(epoch: int, **values: float) -> dict:
+    """A line of metrics: names as they are, rewards with a standard error of 0.01."""
+    pictures = {"dark": 0.1, "saturated": 0.1, "entropy": 4.0, "edges": 0.2}
+    found: dict = {"epoch": epoch} | {f"eval/pictures/{name}": values.pop(name, pictures[name]) for name in pictures}
+    for name, value in values.items():
+        found |= {f"eval/{name}": value, f"eval/{name}_stderr": 0.01} if name != "diversity" else {name: value}
+    return found
+
+
+class TestRule:
+    FIRST = row(0, hps=0.2, clip=0.3)
+
+    @pytest.mark.parametrize(
+        ("now", "told"),
+        [
+            (row(9, hps=0.3, clip=0.3), []),
+            (row(9, hps=0.3, clip=0.29), []),
+            (row(9, hps=0.21, clip=0.1), []),
+            (row(9, hps=0.1, clip=0.1), []),
+            (row(9, hps=0.3, clip=0.2), ["hps 0.2 -> 0.3", "clip 0.3 -> 0.2"]),
+            (row(9, hps=0.3, clip=0.3, dark=0.5), ["hps 0.2 -> 0.3", "dark 0.1 -> 0.5"]),
+            (row(9, hps=0.3, clip=0.3, saturated=0.4), ["hps 0.2 -> 0.3", "saturated 0.1 -> 0.4"]),
+            (row(9, hps=0.3, clip=0.3, entropy=2.0), ["hps 0.2 -> 0.3", "entropy 4 -> 2"]),
+            (row(9, hps=0.3, clip=0.3, edges=0.01), ["hps 0.2 -> 0.3", "edges 0.2 -> 0.01"]),
+            (row(9, hps=0.2, clip=0.3, edges=0.01), []),
+        ],
+    )
+    def test_speaks_when_the_reward_rises_and_something_else_gets_worse(self, now, told):
+        assert hacking([self.FIRST, now], ["hps"], ["clip"]) == told
+
+    def test_a_watched_reward_is_held_against_its_best(self):
+        rows = [self.FIRST, row(5, hps=0.25, clip=0.4), row(9, hps=0.3, clip=0.33)]
+        assert hacking(rows, ["hps"], ["clip"])[1:] == ["clip 0.4 -> 0.33"]
+
+    def test_leaves_that_have_become_alike(self):
+        rows = [row(0, hps=0.2, diversity=0.3), *({"epoch": i, "diversity": 0.3} for i in range(1, 5))]
+        rows += [row(5, hps=0.3, diversity=0.02), *({"epoch": i, "diversity": 0.02} for i in range(6, 10))]
+        assert hacking([*rows, row(10, hps=0.3)], ["hps"], [])[1:] == ["diversity 0.3 -> 0.02"]
+
+    def test_what_has_no_number_says_nothing(self):
+        assert hacking([row(0), row(1)], ["hps"], ["clip"]) == []
+        missing = row(1, hps=0.4) | {"eval/clip": None}
+        assert hacking([self.FIRST, missing], ["hps"], ["clip"]) == []
+
+    def test_best_is_the_first_of_equals_and_never_nothing(self):
+        rows = [row(0, hps=0.1), row(1, hps=0.3), row(2, hps=0.3), {"epoch": 3}, {"epoch": 4, "eval/hps": None}]
+        assert best(rows, "hps") is rows[1]
+        assert best(rows[3:], "hps") is None
+
+
+MINE = """
+from arborl.rewards.canary import place
+
+def away(images, prompts, columns):
+    return 1 - place(images, prompts, columns)
+"""
+RUN = ["train", "-c", "mixture", "run_name=x", "eval.num_prompts=64", "eval.every=5", "log.trackers=[]"]
+RUN += ["log.record_every=0", "rewards.away.fn=mine:away", "eval.rewards=[away]"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_ok(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    assert stopped.value.code == 0
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class TestRuns:
+    def test_stop(self, here, capsys):
+        """Placing the dot rises as its opposite falls: seen, said, and the run ends in good order."""
+        run_ok(*RUN, "eval.watch=stop", "train.epochs=200")
+        told, found = capsys.readouterr().err, rows(here / "runs" / "x")
+        assert "this looks like reward hacking: place" in told
+        assert "stopped for what looks like reward hacking (eval.watch=stop)" in told
+        assert found[-1]["epoch"] < 200
+        assert found[-1]["eval/place"] > found[0]["eval/place"]
+        assert found[-1]["eval/away"] < found[0]["eval/away"]
+        assert [row["epoch"] for row in found] == list(range(len(found))), "no row twice, none missing"
+        summary = json.loads((here / "runs" / "x" / "summary.json").read_text())
+        assert summary["best"]["reward"] == "away"
+        assert summary["best"]["epoch"] == 0
+        assert not (here / "runs" / "x" / "checkpoints" / "best").exists(), "no weights beat those it began with"
+
+    def test_the_best_weights_are_kept_and_can_be_used(self, here, capsys):
+        run_ok(*RUN, "eval.best=place", "train.epochs=12", "log.keep=1", "train.ema_decay=0.5")
+        run = here / "runs" / "x"
+        top = best(rows(run), "place")
+        kept = run / "checkpoints" / "best"
+        assert top is not None
+        assert json.loads((kept / "state.json").read_text())["epoch"] == top["epoch"]
+        assert {path.name for path in kept.iterdir()} == {"weights.safetensors", "ema.safetensors", "state.json"}
+        assert kept not in checkpoints(run / "checkpoints"), "a run never goes on from there"
+        run_ok("eval", "--run", str(kept), "--json")
+        found = json.loads(capsys.readouterr().out)["rewards"]
+        assert found["place"]["mean"] == pytest.approx(top["eval/place"], abs=1e-6)
+
+    def test_off(self, here, capsys):
+        run_ok(*RUN, "eval.watch=off", "train.epochs=40")
+        assert "hacking" not in capsys.readouterr().err
