@@ -1,6 +1,7 @@
 """Files in the layouts that rewards are published in, with random weights: tiny for tests, of true size for timing."""
 
 import gzip
+import json
 from importlib.metadata import files
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,78 @@ def bert_tokenizer(folder: Path) -> Path:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "kite", "over", "grey", "harbour", "##s", "!"]
     BertTokenizer(vocab={word: place for place, word in enumerate(words)}).save_pretrained(folder)
     return folder
+
+
+QUESTION = """
+Rate this clip.
+
+Picture: <|VQ_reward|>
+END
+Movement: <|MQ_reward|>
+END
+It should show - {text_prompt}
+Fit: <|TA_reward|>
+END
+"""
+CHAT = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content %}{% if part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad"]
+QWEN_2B = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": True,
+    "vocab_size": 151_660,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "vision_config": {
+        "model_type": "qwen2_vl",
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 1536,
+        "num_heads": 16,
+        "mlp_ratio": 4,
+        "patch_size": 14,
+        "in_chans": 3,
+    },
+}
+
+
+def qwen_tokenizer() -> Any:
+    """A small vocabulary in Qwen2-VL's form, with its special tokens."""
+    from transformers import Qwen2Tokenizer
+
+    letters = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
+    merges = [("Ġ", "d"), ("o", "g"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġd", "og"), (".", "Ċ"), ("-", "Ġ")]
+    words = [*letters, *("".join(merge) for merge in merges)]
+    tokenizer = Qwen2Tokenizer({word: i for i, word in enumerate(words)}, merges, chat_template=CHAT)
+    tokenizer.add_tokens([f"<|{name}|>" for name in SPECIAL], special_tokens=True)
+    return tokenizer
+
+
+def video_align(folder: Path) -> dict[str, str]:
+    """VideoAlign at its true size, its LoRA merged; returns the reward's settings."""
+    from transformers import Qwen2VLConfig, Qwen2VLModel
+
+    checkpoint, backbone = folder / "videoalign", folder / "qwen"
+    (checkpoint / "checkpoint-1").mkdir(parents=True)
+    qwen_tokenizer().save_pretrained(backbone)
+    (backbone / "config.json").write_text(json.dumps(QWEN_2B))
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in Qwen2VLModel(Qwen2VLConfig.from_dict(QWEN_2B)).state_dict().items()}
+    tensor = draw(0, torch.bfloat16)
+    tensors = {f"base_model.model.model.{name}": tensor(*shape) for name, shape in shapes.items()}
+    tensors["base_model.model.rm_head.weight"] = tensor(1, QWEN_2B["hidden_size"])
+    torch.save(tensors, checkpoint / "checkpoint-1" / "model.pth")
+    (checkpoint / "prompt_template.py").write_text(f'DETAILED_PROMPT_WITH_SPECIAL_TOKEN = """{QUESTION}"""\n')
+    return {"path": str(checkpoint), "backbone": str(backbone), "tokenizer": ""}

@@ -54,17 +54,6 @@ def by_column(images, prompts, columns):
 
 def same(images, prompts, columns):
     return torch.full((len(prompts),), 0.1)
-
-calls = 0
-
-def flaky(images, prompts, columns):
-    global calls
-    calls += 1
-    if calls == 5:  # the probe, the evaluation, two epochs
-        raise ConnectionError("the service is down")
-    return images.flatten(1).mean(1)
-
-number = 3
 """
 
 
@@ -124,7 +113,7 @@ BAD = {
     "lora that matches nothing": (["model.train=lora", "model.lora.targets=[nose]"], ["model.lora.targets", "hidden"]),
     "no scheduler": (["sample.sigmas=pipeline"], ["sample.sigmas=pipeline", "shift"]),
     "no reward": ([*OWN], ["rewards", "no reward"]),
-    "unknown reward": ([*OWN, "rewards.x.fn=nose"], ["rewards.x.fn=nose", "brightness, jpeg, place"]),
+    "unknown reward": ([*OWN, "rewards.x.fn=nose"], ["rewards.x.fn=nose", "hps, pickscore", "brightness"]),
     "a module that is not there": ([*OWN, "rewards.x.fn=no.module:f"], ["rewards.x.fn=no.module:f", "cannot import"]),
     "a function that is not there": ([*OWN, "rewards.x.fn=own_rewards:nose"], ["own_rewards has no 'nose'", "good"]),
     "a reward that is no function": ([*OWN, "rewards.x.fn=own_rewards:number"], ["has no 'number'"]),
@@ -255,13 +244,6 @@ def test_no_score_at_all_trains_nothing_and_says_so(here, capsys):
 def test_scores_that_do_not_differ_are_told(here, capsys):
     run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:same", "train.kl=0")
     assert capsys.readouterr().err.count("no prompt's leaves differ in score") == 1
-
-
-def test_a_reward_that_raises_in_the_middle_loses_no_epoch(here, capsys):
-    with pytest.raises(ConnectionError):
-        main(["train", *SHORT, *OWN, "train.epochs=9", "rewards.x.fn=own_rewards:flaky"])
-    assert "2 epochs saved. To go on: arborl train --resume runs/x" in capsys.readouterr().err
-    assert (here / "runs" / "x" / "checkpoints" / "epoch_000002" / "weights.safetensors").is_file()
 
 
 def test_parts_of_a_reward_are_logged_apart(here, capsys):
@@ -403,15 +385,3 @@ def test_the_treegrpo_command_as_its_readme_writes_it(here, capsys):
     assert "HPS_v2.1_compressed.pt" in done.stderr
     assert "stable-diffusion-3.5-medium" in done.stderr
     assert not (here / "runs").exists()
-
-
-def test_the_treegrpo_command_with_weights_and_a_reward_of_ones_own(here, sd3_folder, prompt_file):
-    small = [f"model.path={sd3_folder}", "sample.resolution=32", "model.max_sequence_length=8", "train.epochs=1"]
-    own = ["rewards=none", "rewards.mine.fn=own_rewards:good", f"prompts.path={prompt_file}", "eval.num_prompts=2"]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--cpu"]
-    command = [*launcher, str(ROOT / "train.py"), *README_COMMAND, *small, *own]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=here)
-    assert done.returncode == 0, done.stderr
-    row = metrics(here / "runs" / "sd3-5m_treegrpo")[0]
-    assert (row["edges"], row["parents"]) == (60, 30)
-    shutil.rmtree(here / "runs")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,7 @@ class TestPlainTransformers:
     def test_pickscore(self, here, images):
         seen, read, scale, resize = self.features(here / "pickscore_ckpt", images)
         difference = (make("pickscore")(images, PROMPTS, {}) - scale * (seen * read).sum(-1)).abs().max()
-        assert difference < 1e-3 * scale
+        assert difference < 1e-3
         assert difference <= scale * resize + 1e-5
 
     def test_aesthetic(self, here, images):
@@ -453,10 +454,9 @@ def sign(text: str, size: int = 44) -> Tensor:
     return torch.from_numpy(np.asarray(canvas).copy()).permute(2, 0, 1)[None] / 255
 
 
+@pytest.mark.skipif(not find_spec("rapidocr"), reason="needs the extra: pip install 'arborl[ocr]'")
 class TestOcr:
     """With the real weights in RapidOCR's wheel."""
-
-    pytest.importorskip("rapidocr")
 
     @pytest.fixture(scope="class")
     def ocr(self) -> Reward:

@@ -13,35 +13,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
-from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from arborl.cli import main
 from arborl.config.schema import RewardConfig
 from arborl.core.errors import InputError
 from arborl.rewards.videoalign import REWARD_TOKENS, VideoAlign, chosen, patches, resized, size
+from bench.reward_files import QUESTION, qwen_tokenizer
 
 from conftest import tiny_overrides
 
-QUESTION = """
-Rate this clip.
-
-Picture: <|VQ_reward|>
-END
-Movement: <|MQ_reward|>
-END
-It should show - {text_prompt}
-Fit: <|TA_reward|>
-END
-"""
 TEMPLATE = f'import nothing_of_the_kind\n\nSIMPLE = "no"\nDETAILED_PROMPT_WITH_SPECIAL_TOKEN = """{QUESTION}"""\n'
-CHAT = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
-    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n"
-    "{% for part in m.content %}{% if part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ["endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad"]
 MEAN, STD = (3.6757, 1.1646, 2.8105), (2.2476, 1.3811, 2.5121)
 PROMPTS = ["a dog runs", "", "the {dog} sat {text_prompt} {} on the mat", "été — 犬\n\n two  spaces "]
 
@@ -66,21 +48,12 @@ class Made:
         return VideoAlign("look", RewardConfig(**settings))
 
 
-def tiny_tokenizer() -> Any:
-    letters = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
-    merges = [("Ġ", "d"), ("o", "g"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġd", "og"), (".", "Ċ"), ("-", "Ġ")]
-    words = [*letters, *("".join(merge) for merge in merges)]
-    tokenizer = Qwen2Tokenizer({word: i for i, word in enumerate(words)}, merges, chat_template=CHAT)
-    tokenizer.add_tokens([f"<|{name}|>" for name in SPECIAL], special_tokens=True)
-    return tokenizer
-
-
 def make(
     root: Path, *, old: bool = True, outputs: int = 1, rslora: bool = False, words: bool = False, saved: bool = False
 ) -> Made:
     """A tiny network under LoRA, written as the authors write theirs; `words`: the embedding is under LoRA as well."""
     folder, backbone = root / "ckpt", root / "qwen"
-    tokenizer = tiny_tokenizer()
+    tokenizer = qwen_tokenizer()
     tokenizer.save_pretrained(backbone)
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
     settings = {
