@@ -54,6 +54,8 @@ def by_column(images, prompts, columns):
 
 def same(images, prompts, columns):
     return torch.full((len(prompts),), 0.1)
+
+number = 3
 """
 
 
