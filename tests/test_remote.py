@@ -418,7 +418,8 @@ class TestServersThatFail:
         assert isinstance(scores, Tensor)
         assert scores.isnan().nonzero().flatten().tolist() == [4, 5, 6, 7]
         assert scores[[0, 3, 8, 11]].tolist() == [0, 3, 8, 11]
-        (line,) = reward.take_failures()
+        ((count, line),) = reward.take_failures()
+        assert count == 4
         assert line == f"{fake}/poison answers 500: the reward failed: five"
         assert reward.take_failures() == []
 

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,12 +26,13 @@ from arborl.config import load_config
 from arborl.config.schema import RewardConfig
 from arborl.core.errors import InputError
 from arborl.rewards import blip, clip, load_rewards
-from arborl.rewards.base import Reward, make_reward
+from arborl.rewards.base import Reward, RewardFailed, make_reward
 from arborl.rewards.catalog import BUILT_IN
 from arborl.rewards.ocr import likeness, target
 from arborl.rewards.pixels import centre_crop, letterbox, normalised
 from arborl.rewards.report import example
 from arborl.rewards.tokens import ClipTokens
+from arborl.rewards.weights import read_tensors, tensors_of
 from bench.pipelines import build, clip_encoder
 from bench.reward_files import (
     TINY,
@@ -164,7 +167,7 @@ class TestPlainTransformers:
             ours = model.get_image_features(normalised(centre_crop(images, 56))).pooler_output
         ours = ours / ours.norm(dim=-1, keepdim=True)
         resize = ((ours - out.image_embeds) * out.text_embeds).sum(-1).abs().max()
-        return out.image_embeds, out.text_embeds, float(model.logit_scale.exp()), float(resize)
+        return out.image_embeds, out.text_embeds, float(model.logit_scale.detach().exp()), float(resize)
 
     def test_clipscore(self, here, images):
         seen, read, _, resize = self.features(here / "clip_ckpt", images)
@@ -190,9 +193,14 @@ class TestPlainTransformers:
 class TestContract:
     """What holds for every reward of pictures."""
 
+    MADE: ClassVar[dict[str, Reward]] = {}
+
     @pytest.fixture
     def reward(self, here, name) -> Reward:
-        return make(name)
+        if name not in self.MADE:
+            self.MADE[name] = make(name)
+            self.MADE[name](pictures(1), ["loads it"], {})
+        return self.MADE[name]
 
     def test_one_score_a_picture_and_order_is_kept(self, reward, name):
         images = pictures(5, 70, 56)
@@ -217,22 +225,22 @@ class TestContract:
         frames = [reward(videos[:, i], PROMPTS[:2], {}) for i in range(3)]
         assert torch.allclose(reward(videos, PROMPTS[:2], {}), torch.stack(frames).mean(0), atol=1e-5)
 
-    @pytest.mark.parametrize("prompt", ["", " ", "word " * 2000, "“quotes” & &amp; 🥐\n\t", "\x00", "ß" * 10_000])
-    def test_any_prompt(self, reward, name, prompt):
-        assert reward(pictures(1), [prompt], {}).isfinite().all()
+    def test_any_prompt(self, reward, name):
+        prompts = ["", " ", "word " * 2000, "“quotes” & &amp; 🥐\n\t", "\x00", "ß" * 10_000]
+        assert reward(pictures(6), prompts, {}).isfinite().all()
 
-    @pytest.mark.parametrize("size", [(1, 1), (1, 7), (57, 1), (224, 224), (333, 77)])
-    def test_any_size(self, reward, name, size):
-        if name in ("jpeg", "brightness") or max(size) <= 32 * min(size) or name == "hps":
-            assert reward(pictures(2, *size), PROMPTS[:2], {}).isfinite().all()
-        else:
-            with pytest.raises(ValueError, match="too long and thin"):
-                reward(pictures(2, *size), PROMPTS[:2], {})
+    def test_any_size(self, reward, name):
+        for size in [(1, 1), (1, 7), (57, 1), (224, 224), (333, 77)]:
+            if name in ("jpeg", "brightness") or max(size) <= 32 * min(size) or name == "hps":
+                assert reward(pictures(2, *size), PROMPTS[:2], {}).isfinite().all()
+            else:
+                with pytest.raises(RewardFailed, match="too long and thin"):
+                    reward(pictures(2, *size), PROMPTS[:2], {})
 
     @pytest.mark.parametrize("channels", [1, 4])
     def test_grey_and_transparent_pictures(self, reward, name, channels):
         if name in ("brightness", "jpeg"):
-            pytest.skip("takes what it is given")
+            return  # take what they are given
         images = pictures(2)
         if channels == 1:
             images = images[:, :1]
@@ -258,8 +266,9 @@ class TestHps:
     def test_a_cache_that_cannot_be_written_is_said_and_does_not_matter(self, here, tmp_path, monkeypatch):
         (tmp_path / "cache").write_text("a file where a folder should be")
         monkeypatch.setenv("ARBORL_CACHE", str(tmp_path / "cache"))
+        shutil.copy(here / "hps_ckpt" / "HPS_v2.1_compressed.pt", tmp_path / "hps.pt")
         with pytest.warns(UserWarning, match="could not be kept"):
-            assert make("hps")(pictures(), PROMPTS, {}).isfinite().all()
+            assert make("hps", path=str(tmp_path / "hps.pt"))(pictures(), PROMPTS, {}).isfinite().all()
 
     def test_plain_safetensors_will_do(self, here, tmp_path):
         save_file(open_clip(TINY), tmp_path / "hps.safetensors")
@@ -357,6 +366,14 @@ DAMAGE = {
     "nothing": (saved({}), "holds nothing|has no state_dict"),
     "one missing": (saved(lambda data: inside(data, lambda t: dict(list(t.items())[:-1]))), "missing|head of five|no "),
     "one too many": (saved(lambda data: inside(data, lambda t: t | {"layers.9.x": torch.zeros(1)})), "unexpected|five"),
+    "another kind": (
+        saved(lambda data: inside(data, lambda t: {n: v.long() for n, v in t.items()})),
+        "kind|five|fit|long",
+    ),
+    "names that are none": (
+        saved({0: torch.zeros(2)}),
+        "holds no tensor|state_dict",
+    ),
     "another shape": (
         saved(lambda data: inside(data, lambda t: t | {list(t)[-1]: torch.zeros(2, 3)})),
         "of another shape|do not fit|must match|ends in",
@@ -402,6 +419,23 @@ class TestFiles:
         with pytest.raises(InputError, match=r"holds HPS v2.0 .*only the name tells.*HPS_v2.1_compressed.pt"):
             make("hps", path=str(tmp_path / name))
 
+    def test_another_clip_is_not_hps(self, here, tmp_path):
+        large = {"vision": {"width": 768, "layers": 1, "patch": 14, "side": 28}, "text": {"width": 512, "layers": 1}}
+        torch.save({"state_dict": open_clip(large | {"embedding": 512})}, tmp_path / "large.pt")
+        with pytest.raises(InputError, match=r"holds another CLIP \(768 wide, 1 layers\) than HPS's ViT-H-14"):
+            make("hps", path=str(tmp_path / "large.pt"))(pictures(1), ["a"], {})
+
+    def test_flipped_bytes_are_one_line_or_weights(self, here, tmp_path):
+        whole, path = (here / "aesthetic_ckpt" / "sac+logos+ava1-l14-linearMSE.pth").read_bytes(), tmp_path / "a.pth"
+        draw = np.random.default_rng(0)
+        for _ in range(150):
+            data, place = bytearray(whole), int(draw.integers(0, len(whole)))
+            place = place if draw.random() < 0.3 else int(draw.integers(0, 3000))
+            data[place] ^= int(draw.integers(1, 256))
+            path.write_bytes(bytes(data))
+            with suppress(InputError):
+                tensors_of("", path, read_tensors("", path))
+
     def test_plain_open_clip_weights_are_not_hps(self, here, tmp_path):
         torch.save(open_clip(TINY), tmp_path / "open_clip_pytorch_model.bin")
         with pytest.raises(InputError, match="has no state_dict, as HPS's file has"):
@@ -444,8 +478,9 @@ class TestFiles:
         for path, words in (("nowhere.pt", "no such file or folder"), (str(tmp_path), "the folder has no")):
             with pytest.raises(InputError, match=words):
                 make_reward(name, RewardConfig(path=path))
-        with pytest.raises(InputError, match="is not here \\(not in the hub's cache\\)"):
-            make_reward(name, RewardConfig(path="someone/weights"))
+        for hub in ("someone/weights", "someone/weights-v1.5"):
+            with pytest.raises(InputError, match="is not here \\(not in the hub's cache\\)"):
+                make_reward(name, RewardConfig(path=hub))
 
 
 def sign(text: str, size: int = 44) -> Tensor:
@@ -527,7 +562,7 @@ class TestSeveral:
             (["eval.best=nose"], ["eval.best=nose", "place"]),
             (["rewards.place.weight=0"], ["every reward's weight is 0"]),
             (["rewards.red.weight=1"], ["rewards.red.fn", "is not set"]),
-            (["rewards.pictures.fn=jpeg"], ["rewards.pictures", "another"]),
+            (["rewards.pictures.fn=jpeg"], ["rewards=pictures", "cannot be a reward's name"]),
             (["rewards.hps.batch_size=0"], ["rewards.hps.batch_size=0", "1 or more"]),
             (["rewards.hps.dtype=int8"], ["rewards.hps.dtype=int8", "bfloat16"]),
             (["rewards.hps.weights=x"], ["rewards.hps.weights", "rewards.<name>.weight"]),
@@ -547,7 +582,8 @@ class TestSeveral:
         scores, failures = rewards(pictures(), PROMPTS, {})
         assert scores["mine"].isnan().all()
         assert scores["jpeg"].isfinite().all()
-        assert failures["mine"].startswith("ConnectionError: gone, at test_rewards.py:")
+        assert failures["mine"].pictures == 3
+        assert failures["mine"].why.startswith("ConnectionError: gone, at test_rewards.py:")
         with pytest.raises(ConnectionError):
             rewards(pictures(), PROMPTS, {}, strict=True)
 
@@ -579,6 +615,9 @@ def later(images, prompts, columns):
     if calls > 5:
         raise ConnectionError("no answer")
     return images.flatten(1).mean(1)
+
+def never(images, prompts, columns):
+    raise ConnectionError("no answer")
 
 def darkness(images, prompts, columns):
     return -images.flatten(1).mean(1)
@@ -647,16 +686,57 @@ class TestCommand:
             assert found["scores"][name] > 0.95
 
     def test_check_of_a_network_with_a_picture_of_ones_own(self, here, capsys, tmp_path):
-        for mode in ("RGB", "RGBA", "L", "P", "1", "I;16"):
+        for mode in ("RGB", "RGBA", "L", "P", "1"):
             Image.new(mode, (33, 20)).save(tmp_path / "a.png")
             more = ["--picture", f"{tmp_path}/a.png", "--prompt", "a cat", "rewards.hps.tokenizer=tokenizer"]
             run_ok("rewards", "check", "hps", *more)
             told = capsys.readouterr().out
             assert "hps: " in told
             assert "one picture of 33×20 on cpu" in told
+        Image.new("I;16", (33, 20)).save(tmp_path / "a.png")
+        refused(["rewards", "check", "jpeg", "-i", f"{tmp_path}/a.png"], ["--picture", "more than 8 bits"], capsys)
         (tmp_path / "a.png").write_bytes(b"no picture")
         refused(["rewards", "check", "jpeg", "-i", f"{tmp_path}/a.png"], ["--picture", "cannot be read"], capsys)
         refused(["rewards", "check", "nose"], ["rewards.nose.fn=nose", "is not known", "hps"], capsys)
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["check", "jpeg", "--device", "foo"], ["--device=foo"]),
+            (["check", "jpeg", "--device", "cuda:99"], ["--device=cuda:99"]),
+            (["check", "place", "-i", "big.png"], ["rewards.place", "reads 32×32 pictures"]),
+            (["check", "clipscore", "rewards.clipscore.tokenizer=tokenizer", "-i", "thin.png"], ["too long and thin"]),
+            (["check", "ocr", "-i", "thin.png"], ["rewards.ocr", "too long and thin"]),
+            (["check", "torch:mean"], ["rewards.mean.fn=torch:mean", "does not take what a reward is given"]),
+            (["check", "hps"], ["rewards.hps.tokenizer", "CLIP's tokenizer is neither"]),
+        ],
+    )
+    def test_what_cannot_be_scored_is_one_line(self, here, capsys, arguments, words):
+        Image.new("RGB", (40, 40)).save(here / "big.png")
+        Image.new("RGB", (100, 1)).save(here / "thin.png")
+        refused(["rewards", *arguments], words, capsys)
+
+    def test_a_server_that_could_not_score_does_not_start(self, here, tmp_path, capsys):
+        (tmp_path / "junk.pt").write_bytes(b"junk")
+        more = [f"rewards.hps.path={tmp_path}/junk.pt", "rewards.hps.tokenizer=tokenizer"]
+        refused(["serve", "hps", "--port", "0", *more], ["rewards.hps.path", "not a checkpoint"], capsys)
+
+    def test_all_that_is_missing_is_told_at_once(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(InputError) as error:
+            make_reward("aesthetic", RewardConfig())
+        assert all(f"rewards.aesthetic.{field}" in str(error.value) for field in ("path", "backbone", "tokenizer"))
+
+    def test_an_evaluation_needs_no_trained_reward(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        run_ok("eval", "-c", "mixture", "rewards=none", "eval.rewards=[place]", "eval.num_prompts=4", "--json")
+        found = json.loads(capsys.readouterr().out)
+        assert set(found["rewards"]) == {"place"}
+        assert set(found["pictures"]) == {"dark", "saturated", "entropy", "edges"}
+
+    def test_an_evaluation_without_any_score_is_an_error(self, own, capsys):
+        more = ["rewards=none", "rewards.mine.fn=mine:never", "eval.num_prompts=4"]
+        refused(["eval", "-c", "mixture", *more], ["none of the 4 pictures got a score"], capsys)
 
     def test_a_function_of_ones_own(self, own, capsys):
         run_ok("rewards", "check", "mine:darkness")
@@ -700,6 +780,16 @@ def test_the_treegrpo_command_end_to_end(files, sd3_with_clip_words, tmp_path):
     assert found[0]["ratio_error"] <= 1e-6
     assert {"eval/hps", "eval/jpeg", "eval/pictures/dark"} <= found[2].keys()
     assert "rewards/jpeg/mean" not in found[0], "watched, and so not asked of leaves"
+
+
+def test_a_run_can_be_looked_at_from_another_folder(here, sd3_with_clip_words, tmp_path, monkeypatch, capsys):
+    """Where the weights were found is kept with the run, those of watched rewards too."""
+    options = [f"model.path={sd3_with_clip_words}", "sample.resolution=16", "model.max_sequence_length=4"]
+    options += ["train.epochs=0", "eval.num_prompts=2", f"log.dir={tmp_path}", "run_name=x", "eval.rewards=[aesthetic]"]
+    run_ok("train", "-c", "base", *options)
+    monkeypatch.chdir(tmp_path)
+    run_ok("eval", "--run", "x", "--json")
+    assert set(json.loads(capsys.readouterr().out)["rewards"]) == {"hps", "aesthetic"}
 
 
 def test_hps_and_clip_one_to_one(here, sd3_with_clip_words, tmp_path, capsys):

@@ -222,7 +222,7 @@ class TestScorer:
     def test_it_is_the_reward_called_scene(self):
         rewards = load_rewards(load_config("tree", []).rewards)
         scenes = some(4)
-        found = rewards(render(scenes), [describe(one) for one in scenes.tolist()], {})
+        found = rewards(render(scenes), [describe(one) for one in scenes.tolist()], {}).scores
         assert set(found) == {"scene", *(f"scene/{name}" for name in PARTS)}
         torch.testing.assert_close(found["scene"], total(render(scenes), scenes))
 

@@ -98,8 +98,12 @@ class State:
         head = {"version": VERSION, "epoch": self.epoch, "ema_steps": self.ema.steps}
         head |= {"forwards": self.forwards, "forward_backwards": self.forward_backwards}
         (aside / "state.json").write_text(json.dumps(head))
-        shutil.rmtree(target, ignore_errors=True)
+        old = target.parent / f".{target.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
         aside.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
 
     def load(self, path: Path) -> None:
         head = _head(path)
@@ -113,6 +117,13 @@ class State:
             group.update(configured)  # the saved groups hold the values of before
         self.epoch, self.ema.steps = head["epoch"], head["ema_steps"]
         self.forwards, self.forward_backwards = head["forwards"], head["forward_backwards"]
+
+
+def drop_best_from(folder: Path, epoch: int) -> None:
+    """A run that goes on from an epoch has not had the evaluations after it: what was best among them goes."""
+    best = folder / "best"
+    if best.is_dir() and _head(best)["epoch"] >= epoch:
+        shutil.rmtree(best)
 
 
 def checkpoints(folder: Path) -> list[Path]:

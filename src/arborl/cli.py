@@ -151,24 +151,29 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     from .runs import config_of, load
 
     config = config_of(run, config_name, overrides)
-    rewards = rewards_of(config)
+    rewards = rewards_of(config, trains=False)
     model_class(config).check(config, may_fetch=True)
     prompts = heldout_prompts(config, model_class(config))
     model = load(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
+    for problem in found.problems:
+        click.echo(f"warning: {problem}", err=True)
+    if found.problems and all(count == found.prompts for count in found.failed.values()):
+        raise InputError("rewards", None, f"none of the {found.prompts} pictures got a score")
+    pictures = {name: mean for name, mean in found.mean.items() if name.startswith("pictures/")}
     if as_json:
-        numbers = {name: (found.mean[name], found.stderr[name]) for name in found.mean}
-        scores = {name: {"mean": _number(mean), "stderr": _number(error)} for name, (mean, error) in numbers.items()}
-        failed = max(found.failed.values())
-        click.echo(json.dumps({"prompts": found.prompts, "failed": failed, "rewards": scores}))
+        numbers = {
+            name: {"mean": _number(mean), "stderr": _number(found.stderr[name])} for name, mean in found.mean.items()
+        }
+        told = {"prompts": found.prompts, "failed": max(found.failed.values())}
+        told |= {"rewards": {name: values for name, values in numbers.items() if name not in pictures}}
+        click.echo(json.dumps(told | {"pictures": {name.split("/")[1]: numbers[name] for name in pictures}}))
         return
     table = Table("reward", "mean", "± standard error", "without a score", title=f"{found.prompts} pictures")
     for name, mean in found.mean.items():
         table.add_row(name, f"{mean:.4f}", f"{found.stderr[name]:.4f}", str(found.failed.get(name) or ""))
     out.print(table)
-    for name, (_, why) in found.lost.items():
-        click.echo(f"warning: rewards.{name} failed ({why})", err=True)
 
 
 @app.command("embed")
@@ -298,19 +303,23 @@ def compare(
 
 
 @app.group("rewards", invoke_without_command=True)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting, such as model.path; may be given again."
+)
 @json_option
 @click.pass_context
-def rewards_group(context: click.Context, as_json: bool) -> None:
+def rewards_group(context: click.Context, overrides: tuple[str, ...], as_json: bool) -> None:
     """List the rewards: which are ready, what the others lack, where to get it.
 
-    Weights are looked for from the current folder, and in the hub's cache.
+    Weights are looked for from the current folder, and in the hub's cache; CLIP's tokenizer also in the model's
+    pipeline: arborl rewards --set model.path=FOLDER
     """
     if context.invoked_subcommand:
         return
     from .rewards.catalog import BUILT_IN
     from .rewards.report import states
 
-    found = states(load_config("tree", ["rewards=none"]))
+    found = states(load_config("tree", ["rewards=none", *overrides]))
     if as_json:
         facts = {name: BUILT_IN[name] for name, _ in found}
         listed = [
@@ -393,13 +402,17 @@ def serve(
 
     Example: arborl serve jpeg --port 8000
     """
-    from .rewards.report import named
+    from .rewards.catalog import BUILT_IN
+    from .rewards.report import named, usable, warm_up
     from .rewards.serve import serve as run_server
 
     config = load_config(config_name or "tree", overrides)
     name, function = named(reward, config)
+    place = usable(device)
+    if reward in BUILT_IN:  # loaded now: what cannot work should not be served, and the first run should not wait
+        warm_up(name, function, place)
     variable = config.rewards[name].token if name in config.rewards else "ARBORL_REWARD_TOKEN"
-    run_server(function, name, host, port, os.environ.get(variable), device=device)
+    run_server(function, name, host, port, os.environ.get(variable), device=place)
 
 
 def _number(value: float) -> float | None:
@@ -415,8 +428,9 @@ def main(arguments: list[str] | None = None) -> None:
         rank = os.environ.get("RANK", "0")
         if rank == "0":
             click.echo(f"error: {error}", err=True)
-        # Wrong settings are found by every rank before the ranks meet; what comes later may be one rank's own.
-        elif _ranks_have_met():
+        # Wrong settings are found by every rank before the ranks meet; what comes later may be one rank's own, and so
+        # may a reward's server or weights.
+        elif _ranks_have_met() or "rewards." in str(error):
             click.echo(f"error on rank {rank}: {error}", err=True)
         sys.exit(2)
 

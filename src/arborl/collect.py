@@ -1,7 +1,10 @@
-"""Small host tensors of all ranks."""
+"""Small host tensors, and words, of all ranks."""
+
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 
@@ -12,3 +15,10 @@ def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
     gathered = accelerator.gather(values.to(accelerator.device))
     assert isinstance(gathered, torch.Tensor)
     return gathered.cpu()
+
+
+def gather_words(words: Sequence[str], accelerator: Accelerator | None) -> list[str]:
+    """The words that any rank has, each once, sorted: the same list on every rank."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return sorted(set(words))
+    return sorted(set(gather_object(list(words))))

@@ -1,7 +1,7 @@
 """Decoding and scoring in bounded memory, and evaluation: ODE pictures of fixed seeds, mean ± standard error."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .batches import batches
-from .collect import gather
+from .collect import gather, gather_words
 from .config.schema import Config
 from .core.errors import InputError
 from .core.noise import fold
@@ -57,17 +57,16 @@ def decode_and_score(
         index = batch.rows.tolist()
         images = model.decode(flat[batch.rows].to(model.device))
         some = captions.take(index)
-        found, failures = rewards(images, some.texts, some.columns)
+        found, failed = rewards(images, some.texts, some.columns)
         answers.append(found)
-        for name, why in failures.items():
-            before = lost[name].pictures if name in lost else 0
-            lost[name] = Lost(before + int(found[name].isnan().sum()), why)
+        for name, (more, why) in failed.items():
+            lost[name] = Lost(more + (lost[name].pictures if name in lost else 0), why)
         shown = stills(images)
         like.append({name: values.cpu() for name, values in statistics(shown).items()})
         small.append(thumbnails(shown))
         if index[0] < keep_pictures:
             pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
-    parts = {name: values.view(-1, count) for name, values in _joined(answers, lost).items()}
+    parts = {name: values.view(-1, count) for name, values in _joined(answers).items()}
     return Scored(
         rewards.combine(parts, lost),
         {name: torch.cat([some[name] for some in like]).view(-1, count) for name in like[0]},
@@ -76,12 +75,12 @@ def decode_and_score(
     )
 
 
-def _joined(answers: list[dict[str, Tensor]], lost: Mapping[str, Lost]) -> dict[str, Float[Tensor, " n"]]:
-    """The answers to all calls, one after another; a call that a reward failed in names none of its parts."""
+def _joined(answers: list[dict[str, Tensor]]) -> dict[str, Float[Tensor, " n"]]:
+    """The answers to all calls, one after another; where a reward scored nothing it may have named no parts."""
     names = list(dict.fromkeys(name for answer in answers for name in answer))
     for answer in answers:
-        different = [name for name in names if name not in answer and name.split("/")[0] not in lost]
-        if different:
+        missing = [name for name in names if name not in answer]
+        if different := [name for name in missing if not answer[name.split("/")[0]].isnan().all()]:
             problem = f"a reward named its parts differently from one call to the next ({', '.join(different)})"
             raise InputError("rewards", None, problem)
     none = torch.tensor(torch.nan)
@@ -100,15 +99,15 @@ class Evaluation:
     stderr: dict[str, float]
     prompts: int
     failed: dict[str, int]  # pictures without a score, by reward
-    lost: dict[str, Lost]  # of these, on this rank, because the reward failed
+    problems: list[str]  # of rewards that failed, on any rank
     pictures: Tensor  # uint8, n×3×H×W
     captions: list[str]
     scores: list[float]  # of those pictures, by the first reward
 
     def metrics(self) -> dict[str, float]:
-        return {f"eval/{name}": value for name, value in self.mean.items()} | {
-            f"eval/{name}_stderr": value for name, value in self.stderr.items()
-        }
+        found = {f"eval/{name}": value for name, value in self.mean.items()}
+        found |= {f"eval/{name}_stderr": value for name, value in self.stderr.items()}
+        return found | {f"eval/{name}_failed": count / self.prompts for name, count in self.failed.items()}
 
 
 def evaluate(
@@ -131,14 +130,18 @@ def evaluate(
     every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))
-    parts = {name: gather(values, accelerator)[:total] for name, values in own.items()}
+    # A rank whose reward has failed from the start may not know its parts; all must gather the same, in one order.
+    names, unknown = gather_words([*own], accelerator), torch.full_like(ids, torch.nan, dtype=torch.float32)
+    parts = {name: gather(own.get(name, unknown), accelerator)[:total] for name in names}
+    parts = {name: parts[name] for name in [*own, *(name for name in names if name not in own)]}
+    reasons = gather_words([f"rewards.{name} failed ({why})" for name, (_, why) in scores.lost.items()], accelerator)
     valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
     return Evaluation(
         mean={name: float(v.mean()) for name, v in valid.items()},
         stderr={n: float(v.std() / math.sqrt(len(v))) if len(v) > 1 else math.nan for n, v in valid.items()},
         prompts=total,
         failed={name: total - len(valid[name]) for name in rewards.functions},
-        lost=scores.lost,
+        problems=reasons,
         pictures=pictures[:shown],
         captions=chosen.texts[:shown],
         scores=own[first][:shown].tolist(),

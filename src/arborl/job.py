@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import log
 from .checkpoint import State, checkpoints
-from .collect import gather
+from .collect import gather, gather_words
 from .config.schema import Config
 from .core.advantage import advantages
 from .core.errors import InputError
@@ -78,8 +78,8 @@ class Job:
         for name in self.rewards.trained.functions:
             mine = found.scores.lost.get(name)
             lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
-            why = mine.why if mine else "on another rank"
-            if lost > self.config.train.max_failed * leaves:
+            why = "; ".join(gather_words([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
+            if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
                 problem = f"failed on {lost} of the {leaves} leaves of epoch {self.state.epoch} ({why})"
                 raise InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
             if lost:
@@ -165,8 +165,9 @@ class Job:
             "reward_std": float(_std(total).nanmean()),
             "reward_failed": float(total.isnan().sum()),
         }
-        for name in scores.parts:
-            part = gather(scores.parts[name], self.accelerator).flatten()
+        unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
+        for name in gather_words([*scores.parts], self.accelerator):
+            part = gather(scores.parts.get(name, unknown), self.accelerator).flatten()
             values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
             if name in self.rewards.functions:
                 values[f"rewards/{name}/failed"] = float(part.isnan().float().mean())
@@ -223,14 +224,15 @@ class Job:
             for name in self.rewards.functions
         )
         self.run.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}")
-        for name, (_, why) in found.lost.items():
-            self.run.warn_once(f"rewards.{name} failed in an evaluation ({why})")
+        for problem in found.problems:
+            self.run.warn_once(f"{problem}, in an evaluation")
         signs: list[str] = []
         if self.accelerator.is_main_process:
             rows = [*self.run.read_metrics(), {"epoch": epoch} | log.finite(found.metrics())]
             self._keep_if_best(epoch, rows)
             if self.config.eval.watch != "off":
-                signs = hacking(rows, list(self.rewards.trained.functions), self.rewards.watched)
+                aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
+                signs = hacking(rows, aims, self.rewards.watched)
         if signs:
             told = f"{signs[0]}, but {', '.join(signs[1:])}"
             self.run.warn_once(f"after {epoch} epochs this looks like reward hacking: {told}")
@@ -241,11 +243,12 @@ class Job:
     @property
     def best_by(self) -> str:
         """The reward that says which weights are the best."""
-        return self.config.eval.best or next(iter([*self.rewards.watched, *self.rewards.functions]))
+        weighed = [name for name in self.rewards.functions if self.rewards.weights[name]]
+        return self.config.eval.best or [*self.rewards.watched, *weighed][0]
 
     def _keep_if_best(self, epoch: int, rows: list[dict[str, Any]]) -> None:
         """Untrained weights are not kept: the model has them."""
-        found = best(rows, self.best_by)
+        found = best(rows, self.best_by, self.rewards.aims[self.best_by])
         if epoch and found is rows[-1]:
             self.state.save_best(self.run.folder / "checkpoints")
 
@@ -282,7 +285,8 @@ class Job:
         if not self.accelerator.is_main_process:
             return
         rows = run.read_metrics()
-        reward, top = f"eval/{next(iter(self.rewards.functions))}", best(rows, self.best_by)
+        reward = f"eval/{next(iter(self.rewards.functions))}"
+        top = best(rows, self.best_by, self.rewards.aims[self.best_by])
         summary = {
             "heldout_before": rows[0].get(reward),
             "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),

@@ -16,7 +16,7 @@ from accelerate.utils import (
 )
 
 from . import log
-from .checkpoint import Ema, State, latest, trainable
+from .checkpoint import Ema, State, drop_best_from, latest, trainable
 from .config import read_config
 from .config.schema import Config
 from .core.errors import InputError
@@ -74,6 +74,8 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
     changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
     run = log.Run(config, accelerator, resume, state.epoch)
+    if resume and accelerator.is_main_process:
+        drop_best_from(resume / "checkpoints", state.epoch)
     if encoded:
         run.say(str(encoded))
     for text in changed:

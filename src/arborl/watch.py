@@ -48,7 +48,7 @@ def statistics(images: Float[Tensor, "n 3 height width"]) -> dict[str, Float[Ten
 
 def thumbnails(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 16 16"]:
     """What is left of pictures that are to be told apart."""
-    return functional.adaptive_avg_pool2d(images.float(), THUMBNAIL).cpu()
+    return functional.adaptive_avg_pool2d(images.float().nan_to_num(), THUMBNAIL).cpu()
 
 
 def diversity(leaves: Float[Tensor, "prompts leaves 3 16 16"]) -> Float[Tensor, " prompts"]:
@@ -62,26 +62,32 @@ def diversity(leaves: Float[Tensor, "prompts leaves 3 16 16"]) -> Float[Tensor, 
 
 
 def evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
-    """The rows of metrics that hold an evaluation of this reward."""
-    return [row for row in rows if row.get(f"eval/{name}") is not None]
+    """The rows of metrics that hold an evaluation of this reward: those where it scored as many pictures as ever, for
+    means over fewer are of others.
+    """
+    found = [row for row in rows if row.get(f"eval/{name}") is not None]
+    fewest = min((row.get(f"eval/{name}_failed") or 0.0 for row in found), default=0.0)
+    return [row for row in found if (row.get(f"eval/{name}_failed") or 0.0) == fewest]
 
 
-def best(rows: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    """The evaluation where this reward was highest, the earliest of equals."""
-    return max(evaluations(rows, name), key=lambda row: row[f"eval/{name}"], default=None)
+def best(rows: Sequence[Mapping[str, Any]], name: str, aim: float = 1.0) -> Mapping[str, Any] | None:
+    """The evaluation where this reward was highest (lowest, where it aims down), the earliest of equals."""
+    return max(evaluations(rows, name), key=lambda row: aim * row[f"eval/{name}"], default=None)
 
 
-def hacking(rows: Sequence[Mapping[str, Any]], trained: Sequence[str], watched: Sequence[str]) -> list[str]:
-    """What got worse while a trained reward rose, by the newest of some rows; nothing while all is well.
+def hacking(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, float], watched: Sequence[str]) -> list[str]:
+    """What got worse while a trained reward went where it aims, by the newest of some rows; nothing while all is well.
 
     A reward has changed if it did by more than two standard errors: a trained one since the first evaluation, a watched
     one since its best. A statistic of the pictures has when it left `LIMITS`.
     """
     now = rows[-1]
-    risen = [name for name in trained if _change(evaluations(rows, name)[:1], now, name) > 0]
+    whole = {name: evaluations(rows, name) for name in [*trained, *watched]}
+    trained = {name: aim for name, aim in trained.items() if now in whole[name]}
+    risen = [name for name, aim in trained.items() if aim * _change(whole[name][:1], now, name) > 0]
     if not risen:
         return []
-    fallen = [name for name in watched if _change([best(rows, name)], now, name) < 0]
+    fallen = [name for name in watched if now in whole[name] and _change([best(rows, name)], now, name) < 0]
     worse = [f"{name} {_shown(best(rows, name), name)} -> {_shown(now, name)}" for name in fallen]
     for name, (left, added) in LIMITS.items():
         first, last = _statistic(rows, name)
@@ -91,7 +97,7 @@ def hacking(rows: Sequence[Mapping[str, Any]], trained: Sequence[str], watched: 
             worse.append(f"{name} {first:.3g} -> {last:.3g}")
     if not worse:
         return []
-    first = evaluations(rows, risen[0])[0]
+    first = whole[risen[0]][0]
     return [f"{risen[0]} {_shown(first, risen[0])} -> {_shown(now, risen[0])}", *worse]
 
 

@@ -95,8 +95,18 @@ def save_config(config: Config, path: Path) -> None:
 def with_whole_paths(config: Config) -> Config:
     """The same with paths that mean the same from any folder, so that a run can be looked at from anywhere."""
 
+    from ..rewards.catalog import BUILT_IN
+
     def whole(path: str) -> str:
         return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    def place(name: str, reward: RewardConfig, which: int) -> str:
+        """Where a built-in reward's weights lie, if that is their usual place here."""
+        needs = BUILT_IN[reward.fn or name].needs if (reward.fn or name) in BUILT_IN and not reward.url else ()
+        found = Path(needs[which].place) if which < len(needs) else None
+        return str(found.resolve()) if found and found.exists() else ""
+
+    watched = {name: RewardConfig() for name in config.eval.rewards if name not in config.rewards}
 
     return dataclasses.replace(
         config,
@@ -105,9 +115,12 @@ def with_whole_paths(config: Config) -> Config:
         eval=dataclasses.replace(config.eval, prompts=whole(config.eval.prompts)),
         rewards={
             name: dataclasses.replace(
-                reward, path=whole(reward.path), backbone=whole(reward.backbone), tokenizer=whole(reward.tokenizer)
+                reward,
+                path=whole(reward.path) or place(name, reward, 0),
+                backbone=whole(reward.backbone) or place(name, reward, 1),
+                tokenizer=whole(reward.tokenizer),
             )
-            for name, reward in config.rewards.items()
+            for name, reward in {**config.rewards, **watched}.items()
         },
     )
 

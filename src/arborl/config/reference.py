@@ -46,7 +46,7 @@ def _takes(item: dataclasses.Field[Any]) -> str:
         return ", ".join(f"`{choice}`" for choice in meta["choices"])
     kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     options = [kind for kind in get_args(item.type) if kind is not NoneType] if NoneType in get_args(item.type) else []
-    words = [kinds.get(options[0] if options else item.type, "list")]  # pyright: ignore[reportArgumentType]
+    words = ["text or list" if item.type is Any else kinds.get(options[0] if options else item.type, "list")]  # pyright: ignore[reportArgumentType]
     words += [f"above {meta['above']}"] if meta["above"] is not None else []
     words += [f"{meta['low']} or more"] if meta["low"] is not None else []
     words += [f"below {meta['below']}"] if meta["below"] is not None else []

@@ -10,5 +10,5 @@ class InputError(ValueError):
     def joined(cls, problems: list[str]) -> "InputError":
         """Several mistakes in one line."""
         error = cls("", None, "")
-        error.args = ("; and ".join(problems),)
+        error.args = ("; and ".join(dict.fromkeys(problems)),)
         return error

@@ -1,6 +1,7 @@
 """Finding reward functions, calling them, and holding them to their contract."""
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,10 @@ dict of named parts.
 
 NaN is "no score": the leaf is masked, never counted as 0. Named parts are averaged into the score and logged apart.
 """
+
+
+RESERVED = ("pictures", "total")
+"""Names that metrics and tree files use beside those of rewards."""
 
 
 class RewardFailed(Exception):  # noqa: N818 (a name that callers know)
@@ -50,10 +55,10 @@ class Scores:
 
 
 class Answers(NamedTuple):
-    """Scores of some pictures by reward and `reward/part`, NaN where there is none; and which rewards failed, why."""
+    """Scores of some pictures by reward and `reward/part`, NaN where there is none; and what failures cost."""
 
     scores: dict[str, Float[Tensor, " n"]]
-    failures: dict[str, str]
+    lost: dict[str, Lost]
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,11 @@ class Rewards:
     def watched(self) -> list[str]:
         return [name for name in self.functions if name in self.held_out]
 
+    @property
+    def aims(self) -> dict[str, float]:
+        """Which way each reward is to go: 1 up, -1 down for one with a negative weight."""
+        return {name: -1.0 if self.weights[name] < 0 else 1.0 for name in self.functions}
+
     def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns, strict: bool = False) -> Answers:
         """Every reward's scores of some pictures.
 
@@ -82,7 +92,7 @@ class Rewards:
         with it for good, such as a result of the wrong shape, still ends the run; `strict`, so does everything.
         """
         scores: dict[str, Tensor] = {}
-        failures: dict[str, str] = {}
+        lost: dict[str, Lost] = {}
         broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
         for name, function in self.functions.items():
             try:
@@ -92,19 +102,20 @@ class Rewards:
             except Exception as error:
                 if strict:
                     raise
-                failures[name] = _first_line(error)
+                lost[name] = Lost(len(prompts), first_line(error))
                 scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
                 continue
             if told := getattr(function, "take_failures", list)():
-                failures[name] = told[-1]
+                lost[name] = Lost(sum(some.pictures for some in told), told[-1].why)
             named = _named(name, answer, len(prompts))
             self.names[name] = [part for part, _ in named]
             scores |= {part: torch.where(broken, torch.nan, values) for part, values in named}
-        return Answers(scores, failures)
+        return Answers(scores, lost)
 
     def combine(self, parts: dict[str, Float[Tensor, "prompts leaves"]], lost: dict[str, Lost] | None = None) -> Scores:
-        total = combine({name: parts[name] for name in self.functions}, self.weights, self.how)
-        return Scores(parts, total, lost or {})
+        weighed = {name: parts[name] for name in self.functions if self.weights[name]}
+        none = torch.full_like(next(iter(parts.values())), torch.nan)  # where rewards are only looked at
+        return Scores(parts, combine(weighed, self.weights, self.how) if weighed else none, lost or {})
 
 
 def _named(name: str, answer: object, count: int) -> list[tuple[str, Float[Tensor, " n"]]]:
@@ -134,7 +145,7 @@ def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
     return scores.detach().float().cpu()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What was raised, and where; of a failure that is told as one, what is told."""
     if isinstance(error, RewardFailed):
         return str(error)
@@ -144,16 +155,20 @@ def _first_line(error: Exception) -> str:
     return f"{told}, at {Path(frame.filename).name}:{frame.lineno}"
 
 
-def rewards_of(config: Config) -> Rewards:
-    """The rewards of a run."""
-    found = load_rewards(config.rewards, config.advantage.combine, config.model.path, config.eval.rewards)
+def rewards_of(config: Config, trains: bool = True) -> Rewards:
+    """The rewards of a run, or of an evaluation by itself."""
+    found = load_rewards(config.rewards, config.advantage.combine, config.model.path, config.eval.rewards, trains)
     if config.eval.best and config.eval.best not in found.functions:
         raise InputError("eval.best", config.eval.best, "is no reward of this run", ", ".join(found.functions))
     return found
 
 
 def load_rewards(
-    configs: Mapping[str, RewardConfig], how: str = "zscore", pipeline: str = "", watched: Collection[str] = ()
+    configs: Mapping[str, RewardConfig],
+    how: str = "zscore",
+    pipeline: str = "",
+    watched: Collection[str] = (),
+    trains: bool = True,
 ) -> Rewards:
     """Find every configured reward, and those that evaluation watches; one line names all that are missing.
 
@@ -170,15 +185,15 @@ def load_rewards(
             "no reward is configured",
             "rewards=<name>, or rewards.<name>.fn=package.module:function",
         )
-    if not any(weights.values()):
-        raise InputError(
-            "rewards.<name>.weight",
-            0,
-            "every reward's weight is 0, so nothing is optimised",
-            "a weight other than 0",
-        )
-    if "pictures" in configs:
-        raise InputError("rewards.pictures", None, "evaluations use this name for the pictures' statistics", "another")
+    if trains and not any(weights.values()):
+        problem = "every reward's weight is 0, so nothing is optimised"
+        if unset := [name for name, config in configs.items() if config.weight is None]:
+            problem += f" ({', '.join(unset)}: without a weight, what eval.rewards names is only watched)"
+        raise InputError("rewards.<name>.weight", 0, problem, "a weight other than 0")
+    for name in configs:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in RESERVED or name.endswith(("_stderr", "_failed")):
+            allowed = "letters, digits, _ and -; not pictures or total, nor ending in _stderr or _failed"
+            raise InputError("rewards", name, "cannot be a reward's name", allowed)
     functions: dict[str, Reward] = {}
     problems: list[str] = []
     for name, config in configs.items():
@@ -213,6 +228,6 @@ def make_reward(name: str, config: RewardConfig, pipeline: str = "") -> Reward:
         return found(name, config, pipeline)
     try:
         inspect.signature(found).bind("images", "prompts", "columns")
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: nobody can say what it takes
         raise InputError(key, spec, "does not take what a reward is given", "(images, prompts, columns)") from None
     return found

@@ -12,7 +12,7 @@ from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from ..models.quiet import quiet_libraries
 from .catalog import IMAGEREWARD
-from .clip import affine
+from .clip import TOY, affine
 from .network import NetworkReward
 from .pixels import centre_crop, normalised
 from .tokens import tokenizer_folder
@@ -20,6 +20,8 @@ from .weights import Weights, check_names, converted, read_tensors, tensors_of
 
 HEADS = (16, 12)
 """Attention heads of ViT-L/16 and of BERT-base."""
+SIZES = (1024, 24, 768, 12)
+"""Widths and layers of the two."""
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the head's raw output over its authors' pictures."""
 LENGTH = 35
@@ -35,7 +37,13 @@ class ImageReward(NetworkReward):
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         key, path = self.key("path"), self.path
-        tensors = converted(key, path, "imagereward", lambda: from_original(key, path, read_tensors(key, path)))
+
+        def convert() -> dict[str, Tensor]:
+            tensors = from_original(key, path, read_tensors(key, path))
+            blip_configs(key, path, tensors, HEADS)
+            return tensors
+
+        tensors = converted(key, path, "imagereward", convert)
         self.network = Blip(key, path, tensors, HEADS, dtype).to(device).requires_grad_(False).eval()
         with quiet_libraries():
             from transformers import BertTokenizer
@@ -66,54 +74,18 @@ class Blip(nn.Module):
     ) -> None:
         super().__init__()
         from transformers import BlipTextModel, BlipVisionModel
-        from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
 
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-
-        vision, text = part("vision."), part("text.")
-        try:
-            patches = vision["embeddings.patch_embedding.weight"]
-            places = vision["embeddings.position_embedding"].shape[1]
-            self.size = round((places - 1) ** 0.5) * patches.shape[-1]
-            vision_config = BlipVisionConfig(
-                hidden_size=len(patches),
-                intermediate_size=len(vision["encoder.layers.0.mlp.fc1.weight"]),
-                num_hidden_layers=_count(vision, "encoder.layers."),
-                num_attention_heads=heads[0],
-                patch_size=patches.shape[-1],
-                image_size=self.size,
-                layer_norm_eps=1e-6,
-                hidden_act="gelu",
-            )
-            words, length = (text[f"embeddings.{kind}_embeddings.weight"] for kind in ("word", "position"))
-            text_config = BlipTextConfig(
-                vocab_size=len(words),
-                max_position_embeddings=len(length),
-                hidden_size=words.shape[1],
-                encoder_hidden_size=len(patches),
-                intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
-                num_hidden_layers=_count(text, "encoder.layer."),
-                num_attention_heads=heads[1],
-                layer_norm_eps=1e-12,
-                hidden_act="gelu",
-                is_decoder=True,  # gives it cross-attention; the call below reads both ways all the same
-            )
-            head = tensors["head.weight"], tensors["head.bias"]
-        except KeyError as error:
-            raise InputError(key, path, f"does not hold ImageReward (no {error.args[0]})", IMAGEREWARD.file) from None
-
-        def filled(kind: Any, config: Any, own: dict[str, Tensor], **options: Any) -> Any:
-            with torch.device("meta"):
-                wanted = kind(config, **options).state_dict()
-            check_names(key, path, own, wanted, "ImageReward")
-            return kind.from_pretrained(None, config=config, state_dict=own, dtype=dtype, **options)
-
+        vision, text = blip_configs(key, path, tensors, heads)
+        self.size: int = vision.image_size
         with quiet_libraries():
-            self.vision = filled(BlipVisionModel, vision_config, vision)
-            self.text = filled(BlipTextModel, text_config, text, add_pooling_layer=False)
-        self.head = nn.Linear(head[0].shape[1], 1)
-        self.head.load_state_dict({"weight": head[0].float(), "bias": head[1].float()})
+            own = _part(tensors, "vision.")
+            self.vision: Any = BlipVisionModel.from_pretrained(None, config=vision, state_dict=own, dtype=dtype)
+            own = _part(tensors, "text.")
+            self.text: Any = BlipTextModel.from_pretrained(
+                None, config=text, state_dict=own, dtype=dtype, add_pooling_layer=False
+            )
+        self.head = nn.Linear(tensors["head.weight"].shape[1], 1)
+        self.head.load_state_dict({name: tensors[f"head.{name}"].float() for name in ("weight", "bias")})
 
     def forward(
         self, pixels: Float[Tensor, "n 3 size size"], ids: Int[Tensor, "n words"], mask: Int[Tensor, "n words"]
@@ -127,6 +99,62 @@ class Blip(nn.Module):
             is_decoder=False,
         )
         return (self.head(read.last_hidden_state[:, 0].float())[:, 0] - MEAN) / STD
+
+
+def blip_configs(key: str, path: Path, tensors: Mapping[str, Tensor], heads: tuple[int, int]) -> tuple[Any, Any]:
+    """Both parts' sizes, read off the weights: nothing missing, nothing left over, and no other BLIP."""
+    from transformers import BlipTextModel, BlipVisionModel
+    from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
+
+    vision, text = _part(tensors, "vision."), _part(tensors, "text.")
+    try:
+        patches = vision["embeddings.patch_embedding.weight"]
+        words, length = (text[f"embeddings.{kind}_embeddings.weight"] for kind in ("word", "position"))
+        places, side = vision["embeddings.position_embedding"].shape[1], patches.shape[-1]
+        vision_config = BlipVisionConfig(
+            hidden_size=len(patches),
+            intermediate_size=len(vision["encoder.layers.0.mlp.fc1.weight"]),
+            num_hidden_layers=_count(vision, "encoder.layers."),
+            num_attention_heads=heads[0],
+            patch_size=side,
+            image_size=round((places - 1) ** 0.5) * side,
+            layer_norm_eps=1e-6,
+            hidden_act="gelu",
+        )
+        text_config = BlipTextConfig(
+            vocab_size=len(words),
+            max_position_embeddings=len(length),
+            hidden_size=words.shape[1],
+            encoder_hidden_size=len(patches),
+            intermediate_size=len(text["encoder.layer.0.intermediate.dense.weight"]),
+            num_hidden_layers=_count(text, "encoder.layer."),
+            num_attention_heads=heads[1],
+            layer_norm_eps=1e-12,
+            hidden_act="gelu",
+            is_decoder=True,  # gives it cross-attention; it is called to read both ways all the same
+        )
+    except KeyError as error:
+        raise InputError(key, path, f"does not hold ImageReward (no {error.args[0]})", IMAGEREWARD.file) from None
+    except (IndexError, TypeError):
+        raise InputError(
+            key, path, "does not hold ImageReward (a tensor is of another shape)", IMAGEREWARD.file
+        ) from None
+    sizes = (len(patches), vision_config.num_hidden_layers, words.shape[1], text_config.num_hidden_layers)
+    if max(sizes) > TOY and sizes != SIZES:
+        problem = f"holds another BLIP ({sizes[0]} wide, {sizes[1]} layers) than ImageReward's"
+        raise InputError(key, path, problem, IMAGEREWARD.file)
+    with quiet_libraries(), torch.device("meta"):
+        wanted = (
+            BlipVisionModel(vision_config).state_dict(),
+            BlipTextModel(text_config, add_pooling_layer=False).state_dict(),
+        )
+    for own, names in zip((vision, text), wanted, strict=True):
+        check_names(key, path, own, names, "ImageReward")
+    return vision_config, text_config
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:

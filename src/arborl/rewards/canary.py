@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..models.mixture import CANVAS, DOT, PIXELS, PLACES, TINT, pixel_grid, place_of
-from .base import Columns
+from .base import Columns, RewardFailed
 
 
 def brightness(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
@@ -33,7 +33,7 @@ def jpeg(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
 def place(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
     """How near the mixture model's dot is to the corner its prompt names: 1 on it, 0 far off. NaN if none is named."""
     if images.shape[-2:] != (PIXELS, PIXELS):
-        raise ValueError(f"the place reward reads {PIXELS}×{PIXELS} pictures of the mixture model")
+        raise RewardFailed(f"the place reward reads {PIXELS}×{PIXELS} pictures of the mixture model")
     x, y = (axis.to(images) for axis in pixel_grid())
     centres = torch.tensor(list(PLACES.values())).to(images)
     named = [place_of(prompt) for prompt in prompts]

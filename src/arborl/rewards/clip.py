@@ -3,12 +3,13 @@
 import pickle
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
@@ -21,10 +22,14 @@ from .catalog import AESTHETIC, CLIP_L14, HPS, PICKSCORE
 from .network import NetworkReward
 from .pixels import centre_crop, letterbox, normalised
 from .tokens import END, START, ClipTokens
-from .weights import check_names, converted, read_tensors, tensors_of
+from .weights import DAMAGED, check_names, converted, read_tensors, tensors_of
 
+T = TypeVar("T")
 HEADS = (16, 16)
 """Attention heads of ViT-H-14's picture and text parts: what the shapes of its weights do not tell."""
+
+VIT_H, TOY = (1280, 32, 1024, 24), 256
+"""Its widths and layers, pictures first; and how wide toys are, which may have any size (no published CLIP is one)."""
 
 _networks: WeakValueDictionary[tuple[str, torch.device, torch.dtype], Any] = WeakValueDictionary()
 """CLIPs in use, so that two rewards on one share it."""
@@ -38,9 +43,12 @@ class ClipReward(NetworkReward):
 
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, config, pipeline)
-        self.path = self.find()
-        beside = self.path if self.path.is_dir() else self.path.parent
-        self.tokens = ClipTokens(self.key("tokenizer"), config.tokenizer, beside, pipeline)
+        path = _or_problem(self.find)
+        beside = path if isinstance(path, Path) and path.is_dir() else None
+        tokens = _or_problem(lambda: ClipTokens(self.key("tokenizer"), config.tokenizer, beside, pipeline))
+        if isinstance(path, str) or isinstance(tokens, str):
+            raise InputError.joined([found for found in (path, tokens) if isinstance(found, str)])
+        self.path, self.tokens = path, tokens
 
     @abstractmethod
     def find(self) -> Path:
@@ -76,6 +84,14 @@ class ClipReward(NetworkReward):
         return (self.of_images(images) * self.of_texts(prompts)).sum(-1)
 
 
+def _or_problem(find: Callable[[], T]) -> T | str:
+    """What is found, or what is said of it; several such are told together."""
+    try:
+        return find()
+    except InputError as error:
+        return str(error)
+
+
 class Hps(ClipReward):
     """HPS-v2.1 (arXiv 2306.09341): the cosine of picture and prompt in a ViT-H-14 taught human preferences.
 
@@ -93,9 +109,19 @@ class Hps(ClipReward):
         return path
 
     def read(self, dtype: torch.dtype) -> Any:
+        from transformers import CLIPModel
+
         key, path = self.key("path"), self.path
-        tensors = converted(key, path, "hps", lambda: from_open_clip(key, path, open_clip_tensors(key, path)))
-        return clip_of_tensors(key, path, tensors, HEADS, dtype)
+
+        def convert() -> dict[str, Tensor]:
+            tensors = from_open_clip(open_clip_tensors(key, path))
+            clip_config(key, path, tensors, HEADS)
+            return tensors
+
+        tensors = converted(key, path, "hps", convert)
+        with quiet_libraries():
+            config = clip_config(key, path, tensors, HEADS)
+            return CLIPModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
 
     def prepared(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 size size"]:
         return normalised(letterbox(images, self.size))
@@ -125,8 +151,12 @@ class Aesthetic(ClipReward):
     """
 
     def find(self) -> Path:
-        self.head_path = AESTHETIC.find(self.key("path"), self.config.path)
-        return CLIP_L14.find(self.key("backbone"), self.config.backbone)
+        head = _or_problem(lambda: AESTHETIC.find(self.key("path"), self.config.path))
+        network = _or_problem(lambda: CLIP_L14.find(self.key("backbone"), self.config.backbone))
+        if isinstance(head, str) or isinstance(network, str):
+            raise InputError.joined([found for found in (head, network) if isinstance(found, str)])
+        self.head_path = head
+        return network
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         super().load(device, dtype)
@@ -150,6 +180,8 @@ def affine(
         raise InputError(
             key, path, f"does not hold a head of five layers ({prefix}0 to {prefix}7)", "the original file"
         )
+    if not all(tensors[name].is_floating_point() for name in wanted):
+        raise InputError(key, path, "holds a head of whole numbers", "the original file")
     layers = [(tensors[f"{prefix}{i}.weight"].double(), tensors[f"{prefix}{i}.bias"].double()) for i in (0, 2, 4, 6, 7)]
     weight, bias = layers[0]
     try:
@@ -174,7 +206,7 @@ def clip_of_folder(key: str, path: Path, dtype: torch.dtype) -> Any:
             loaded: Any = CLIPModel.from_pretrained(path, dtype=dtype, output_loading_info=True)
         except InputError:
             raise
-        except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError, SafetensorError, pickle.UnpicklingError, StrictDataclassError, *DAMAGED) as error:
             raise InputError(key, path, f"cannot be read ({str(error).splitlines()[0][:200]})") from None
     network, info = loaded
     wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind) or ()]
@@ -194,7 +226,7 @@ def open_clip_tensors(key: str, path: Path) -> dict[str, Tensor]:
     return tensors_of(key, path, found)
 
 
-def from_open_clip(key: str, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_open_clip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """open_clip's weights under transformers' names: fused projections split, two matrices turned."""
     names = {
         "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
@@ -212,7 +244,7 @@ def from_open_clip(key: str, path: Path, tensors: Mapping[str, Tensor]) -> dict[
     turned = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name in turned:
+        if name in turned and tensor.ndim == 2:
             found[turned[name]] = tensor.T.contiguous()
             continue
         start = next((old for old in names if name == old or name.startswith(old + ".")), name)
@@ -220,7 +252,7 @@ def from_open_clip(key: str, path: Path, tensors: Mapping[str, Tensor]) -> dict[
         for old, replacement in inner.items():
             new = new.replace(f".{old}.", f".{replacement}.")
         new = new.replace(".attn.out_proj.", ".self_attn.out_proj.")
-        if (fused := re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", new)) and len(tensor) % 3 == 0:
+        if (fused := re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", new)) and tensor.ndim and len(tensor) % 3 == 0:
             for letter, part in zip("qkv", tensor.chunk(3), strict=True):
                 found[f"{fused[1]}.self_attn.{letter}_proj.{fused[2]}"] = part.contiguous()
         else:
@@ -228,10 +260,8 @@ def from_open_clip(key: str, path: Path, tensors: Mapping[str, Tensor]) -> dict[
     return found
 
 
-def clip_of_tensors(
-    key: str, path: Path, tensors: Mapping[str, Tensor], heads: tuple[int, int], dtype: torch.dtype
-) -> Any:
-    """A CLIP with erf GELU, its sizes read off its weights; nothing missing, nothing left over."""
+def clip_config(key: str, path: Path, tensors: Mapping[str, Tensor], heads: tuple[int, int]) -> Any:
+    """A CLIP with erf GELU, its sizes read off its weights: nothing missing, nothing left over, and no other CLIP."""
     from transformers import CLIPConfig, CLIPModel
 
     def tower(part: str, heads: int) -> dict[str, Any]:
@@ -251,9 +281,17 @@ def clip_of_tensors(
         width = len(tensors["visual_projection.weight"])
     except KeyError as error:
         raise InputError(key, path, f"does not hold a CLIP of open_clip (no {error.args[0]})", HPS.file) from None
+    except (IndexError, TypeError):
+        raise InputError(
+            key, path, "does not hold a CLIP of open_clip (a tensor is of another shape)", HPS.file
+        ) from None
+    sizes = (vision["hidden_size"], vision["num_hidden_layers"], text["hidden_size"], text["num_hidden_layers"])
+    if max(sizes) > TOY and sizes != VIT_H:
+        problem = f"holds another CLIP ({sizes[0]} wide, {sizes[1]} layers) than HPS's ViT-H-14"
+        raise InputError(key, path, problem, HPS.file)
     with quiet_libraries():
         config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=width)
         with torch.device("meta"):
             wanted = CLIPModel(config).state_dict()
         check_names(key, path, tensors, wanted, "a ViT-H-14 of open_clip")
-        return CLIPModel.from_pretrained(None, config=config, state_dict=dict(tensors), dtype=dtype)
+    return config

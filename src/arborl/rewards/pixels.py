@@ -4,6 +4,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from .base import RewardFailed
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 THINNEST = 32
@@ -14,10 +16,17 @@ def as_rgb(images: Tensor) -> Tensor:
     """Three channels: grey becomes three alike, transparency is dropped (as PIL's `convert("RGB")` does)."""
     channels = images.shape[-3] if images.ndim in (4, 5) else 0
     if channels not in (1, 3, 4):
-        raise ValueError(f"a reward takes N×3×H×W pictures or N×F×3×H×W videos, and was given {tuple(images.shape)}")
+        raise RewardFailed(f"a reward takes N×3×H×W pictures or N×F×3×H×W videos, and was given {tuple(images.shape)}")
     if channels == 1:
         return images.expand(*images.shape[:-3], 3, -1, -1)
     return images[..., :3, :, :]
+
+
+def refuse_thin(images: Tensor) -> None:
+    """A picture whose shorter side decides its size must not be much longer than that."""
+    height, width = images.shape[-2:]
+    if max(height, width) > THINNEST * min(height, width):
+        raise RewardFailed(f"pictures of {width}×{height} are too long and thin to be scored: at most 1:{THINNEST}")
 
 
 def quantised(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 height width"]:
@@ -48,9 +57,8 @@ def centre_crop(
     Of an odd margin transformers leaves out the smaller half before the picture (`rounded=False`), torchvision rounds
     to even.
     """
+    refuse_thin(images)
     height, width = images.shape[-2:]
-    if max(height, width) > THINNEST * min(height, width):
-        raise ValueError(f"pictures of {width}×{height} are too long and thin to be scored: at most 1:{THINNEST}")
     shorter = min(height, width)
     rows, columns = (int(size * side / shorter) for side in (height, width))
     images = (images * 255).round()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
-from .base import Columns, RewardFailed
+from .base import Columns, Lost, RewardFailed
 from .pixels import as_rgb
 from .wire import PROBE, Refused, Server, png
 
@@ -38,7 +38,7 @@ class RemoteReward:
         urls = _urls(f"rewards.{name}.url", config.url)
         self.servers = [Server(url, token, config.timeout, config.retries) for url in urls]
         self.parts: tuple[str, ...] = ()  # as the first scores had them; ("",) of a reward without parts
-        self.failures: list[str] = []
+        self.failures: list[Lost] = []
 
     def check(self) -> None:
         """Every server is there, takes the token and is one of rewards; else an error."""
@@ -53,8 +53,8 @@ class RemoteReward:
                     problem = f"is not a reward server ({problem})"
                 raise InputError(f"rewards.{self.name}.url", server.url, problem) from None
 
-    def take_failures(self) -> list[str]:
-        """What was lost since this was last called, a line a request. A call that raises leaves nothing here."""
+    def take_failures(self) -> list[Lost]:
+        """What was lost since this was last called, request by request. A call that raises leaves nothing here."""
         taken, self.failures = self.failures, []
         return taken
 
@@ -77,10 +77,9 @@ class RemoteReward:
             finally:
                 shared.stop()
         failed = [piece for piece in pieces if piece.scores is None]
-        lost = [piece.why for piece in failed]
-        if lost and len(lost) == len(pieces):
-            raise RewardFailed(lost[-1])
-        self.failures += lost
+        if failed and len(failed) == len(pieces):
+            raise RewardFailed(failed[-1].why)
+        self.failures += [Lost(len(piece.rows), piece.why) for piece in failed]
         found = {part: torch.full((len(images),), torch.nan) for part in self.parts or ("",)}
         for piece in pieces:
             for part, scores in (piece.scores or {}).items():

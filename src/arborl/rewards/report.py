@@ -63,27 +63,45 @@ def try_out(
     """Score one picture, the user's or one that is drawn for it, twice."""
     name, reward = named(spec, config)
     image, text = example(spec if spec in BUILT_IN else name)
-    if picture is not None:
-        image = read_picture(picture)
+    image, text = image if picture is None else read_picture(picture), text if prompt is None else prompt
+    where = usable(device)
+    load, _ = _timed(name, reward, image, text, where)
+    again, scores = _timed(name, reward, image, text, where)
+    return Trial(scores, load, again, "×".join(str(side) for side in reversed(image.shape[-2:])), str(where))
+
+
+def warm_up(name: str, reward: Reward, device: torch.device) -> None:
+    """Load what a built-in reward has to load, or say why it cannot be."""
+    _timed(name, reward, *example(name), device)
+
+
+def _timed(
+    name: str, reward: Reward, image: Tensor, prompt: str, device: torch.device
+) -> tuple[float, dict[str, float]]:
     if getattr(reward, "of_videos", False):
         image = image[None].expand(FRAMES, -1, -1, -1)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    images, prompts = image[None].to(where), [text if prompt is None else prompt]
-    seconds: list[float] = []
-    scores: dict[str, Tensor] = {}
-    for _ in range(2):
-        start = time.perf_counter()
-        scores = Rewards({name: reward}, {name: 1.0})(images, prompts, {}, strict=True).scores
-        seconds.append(time.perf_counter() - start)
-    size = "×".join(str(side) for side in reversed(images.shape[-2:]))
-    numbers = {part: float(values[0]) for part, values in scores.items()}
-    return Trial(numbers, seconds[0], seconds[1], size, str(where))
+    start = time.perf_counter()
+    scores, lost = Rewards({name: reward}, {name: 1.0})(image[None].to(device), [prompt], {})
+    if lost:
+        raise InputError(f"rewards.{name}", None, lost[name].why)
+    return time.perf_counter() - start, {part: float(values[0]) for part, values in scores.items()}
+
+
+def usable(device: torch.device | str | None) -> torch.device:
+    """The device of this name, or the best there is."""
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        raise InputError("--device", device, str(error).splitlines()[0]) from None
 
 
 def read_picture(path: Path) -> Tensor:
     """A picture file as 3×H×W in [0, 1]."""
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise InputError("--picture", path, "has more than 8 bits a channel", "a PNG, JPEG or WebP file of 8")
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as error:
         raise InputError("--picture", path, f"cannot be read ({error})", "a PNG, JPEG or WebP file") from None

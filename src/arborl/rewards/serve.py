@@ -49,6 +49,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from .base import Reward
+from .report import usable
 from .wire import strict_json
 
 PICTURE_PIXELS, REQUEST_PIXELS = 4096 * 4096, 2**28
@@ -123,10 +124,7 @@ def app(
     device: torch.device | str | None = None,
 ) -> Starlette:
     """The server's two routes. The reward is called in a thread, once at a time; it gets its pictures on `device`."""
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InputError("--device", device, str(error).splitlines()[0]) from None
+    place = usable(device)
     slots, turn, line = asyncio.Semaphore(AT_ONCE), asyncio.Lock(), [0]
 
     async def about(request: Request) -> Response:

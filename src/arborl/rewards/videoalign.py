@@ -120,24 +120,19 @@ class VideoAlign(NetworkReward):
             raise InputError.joined(problems)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
-        from transformers import Qwen2VLModel
-
         settings, key = self.settings, self.key("path")
         kept_as = f"videoalign-{'rs' if settings.rslora else 'a'}{settings.alpha:g}"
-        tensors = converted(key, self.file, kept_as, lambda: _merged(key, self.file, settings))
         config = self._architecture()
-        words = tensors.get("language_model.embed_tokens.weight")
-        if words is not None:
-            config.text_config.vocab_size = words.shape[0]  # the authors' tokens were added to it
-        self._read_words(config.text_config.vocab_size)
-        config.video_token_id = self.ids[VIDEO]
 
-        with torch.device("meta"):
-            self.network = Qwen2VLModel(config)
-            outputs = 3 if "rm_head.weight" in tensors and len(tensors["rm_head.weight"]) == 3 else 1
-            head = torch.empty(outputs, config.text_config.hidden_size)
-        wanted = {**self.network.state_dict(), "rm_head.weight": head}
-        check_names(key, self.file, tensors, wanted, f"VideoReward over the network of {self.backbone}")
+        def convert() -> dict[str, Tensor]:
+            tensors = _merged(key, self.file, settings)
+            self._empty(config, tensors)
+            return tensors
+
+        tensors = converted(key, self.file, kept_as, convert)
+        self.network = self._empty(config, tensors)
+        self._read_words(config.text_config.vocab_size)
+        self.network.config.video_token_id = self.ids[VIDEO]
         self.head = tensors.pop("rm_head.weight").to(device, torch.float32)
         self.network.load_state_dict({n: t.to(device, dtype) for n, t in tensors.items()}, assign=True)
         # Rotary frequencies are in no file. The authors cast the whole network to bfloat16, these with it, to train it
@@ -146,6 +141,21 @@ class VideoAlign(NetworkReward):
         visual.rotary_pos_emb = type(visual.rotary_pos_emb)(config.vision_config).to(device, torch.bfloat16)
         text.rotary_emb = type(text.rotary_emb)(config.text_config).to(device, torch.bfloat16)
         self.network.requires_grad_(False).eval()
+
+    def _empty(self, config: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """The network without weights, if these tensors are its weights and the head's."""
+        from transformers import Qwen2VLModel
+
+        words, head = (tensors.get(name) for name in ("language_model.embed_tokens.weight", "rm_head.weight"))
+        if words is not None and words.ndim:
+            config.text_config.vocab_size = words.shape[0]  # the authors' tokens were added to it
+        with torch.device("meta"):
+            network = Qwen2VLModel(config)
+            outputs = 3 if head is not None and head.ndim and len(head) == 3 else 1
+            wanted = {"rm_head.weight": torch.empty(outputs, config.text_config.hidden_size)} | network.state_dict()
+        what = f"VideoReward over the network of {self.backbone}"
+        check_names(self.key("path"), self.file, tensors, wanted, what)
+        return network
 
     def _architecture(self) -> Any:
         from transformers import Qwen2VLConfig

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import struct
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,11 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..models.embeddings import cache_home, fingerprint
 from ..models.quiet import quiet_libraries
+
+DAMAGED = (RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
+"""What torch and transformers raise, among others, over a file whose bytes are not what they were."""
+FORMAT = 1
+"""Of converted weights; to be raised when a conversion changes."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ def from_hub(name: str, wanted: list[str], fetch: bool) -> Path | str:
 
 
 def _is_hub_id(text: str) -> bool:
-    return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not Path(text).suffix
+    files = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json")
+    return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith(files)
 
 
 def read_tensors(key: str, path: Path) -> dict[str, Any]:
@@ -102,7 +109,7 @@ def read_tensors(key: str, path: Path) -> dict[str, Any]:
         else:
             problem = "is not a checkpoint, or is damaged"
         raise InputError(key, path, problem, "a file of tensors, as its authors publish it") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, EOFError, ValueError, SafetensorError, struct.error, *DAMAGED) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         problem = f"is not a checkpoint, or is cut short or damaged ({reason})"
         raise InputError(key, path, problem, "the whole file, as its authors publish it") from None
@@ -119,7 +126,7 @@ def _is_zip(path: Path) -> bool:
 
 def tensors_of(key: str, path: Path, found: Mapping[str, Any]) -> dict[str, Tensor]:
     """The same, if tensors are all it holds."""
-    other = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    other = [name for name, value in found.items() if not isinstance(value, Tensor) or not isinstance(name, str)]
     if other or not found:
         problem = f"holds no tensor under {other[0]!r}" if other else "holds nothing"
         raise InputError(key, path, problem, "a file of named tensors")
@@ -129,9 +136,10 @@ def tensors_of(key: str, path: Path, found: Mapping[str, Any]) -> dict[str, Tens
 def converted(key: str, path: Path, name: str, convert: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The weights under the names our networks know, kept as safetensors in the user's cache.
 
-    A file that has changed is converted anew: the copy's name holds a fingerprint of it.
+    A file that has changed is converted anew: the copy's name holds a fingerprint of it. `convert` raises for what is
+    not what it should be, so that no copy of that is kept.
     """
-    copy = cache_home() / "rewards" / f"{name}-{fingerprint([path], path.parent)[:16]}.safetensors"
+    copy = cache_home() / "rewards" / f"{name}-{FORMAT}-{fingerprint([path], path.parent)[:16]}.safetensors"
     try:
         if copy.is_file():
             return load_file(copy)
@@ -153,12 +161,11 @@ def converted(key: str, path: Path, name: str, convert: Callable[[], dict[str, T
 def check_names(key: str, path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
     """Nothing missing, nothing unexpected, every shape right; one line says what is not."""
     missing, other = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    shapes = [name for name in wanted.keys() & tensors.keys() if wanted[name].shape != tensors[name].shape]
-    if not (missing or other or shapes):
+    common = wanted.keys() & tensors.keys()
+    shapes = [name for name in common if wanted[name].shape != tensors[name].shape]
+    kinds = [name for name in common if wanted[name].is_floating_point() != tensors[name].is_floating_point()]
+    if not (missing or other or shapes or kinds):
         return
-    told = [
-        f"{len(names)} {kind}, such as {min(names)}"
-        for kind, names in (("missing", missing), ("unexpected", other), ("of another shape", shapes))
-        if names
-    ]
+    wrong = {"missing": missing, "unexpected": other, "of another shape": shapes, "of another kind": kinds}
+    told = [f"{len(names)} {kind}, such as {min(names)}" for kind, names in wrong.items() if names]
     raise InputError(key, path, f"does not hold {what}: of its tensors {'; '.join(told)}", f"the weights of {what}")
