@@ -86,10 +86,12 @@ def launcher(processes: int, *arguments: str) -> tuple[list[str], dict[str, str]
     return [*launcher, str(ROOT / "train.py"), "-c", "mixture", *arguments], environment
 
 
-def launch(processes: int, *arguments: str, cwd: Path) -> None:
+def launch(processes: int, *arguments: str, cwd: Path) -> str:
+    """Run to the end; what was said."""
     command, environment = launcher(processes, *arguments)
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def test_one_process_equals_two(tmp_path: Path):
@@ -126,6 +128,57 @@ def test_a_rank_without_a_single_score_hangs_nobody(tmp_path: Path):
     launch(2, *settings, "rewards=none", "rewards.r.fn=faulty:nan", cwd=tmp_path)
     row = timeless(tmp_path / "runs" / "x")[0]
     assert (row["reward_failed"], row["steps"], row["parents"]) == (32, 2, 30)
+
+
+PARTS = """
+import os
+import torch
+
+calls = 0
+
+def parts(images, prompts, columns):
+    "Rank 1 names its parts the other way round, and fails at every other call."
+    global calls
+    calls += 1
+    low, high = torch.zeros(len(prompts)), torch.ones(len(prompts)) + images.flatten(1).mean(1).cpu()
+    if os.environ["RANK"] == "0":
+        return {"low": low, "high": high}
+    if calls % 2 == 0:
+        raise ConnectionError("rank 1 has no network")
+    return {"high": high, "low": low}
+
+def gone(images, prompts, columns):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls > 3:
+        raise ConnectionError("rank 1 has no network")
+    return images.flatten(1).mean(1)
+"""
+
+
+def test_ranks_that_name_parts_in_another_order_and_fail_now_and_then(tmp_path: Path):
+    (tmp_path / "faulty.py").write_text(PARTS)
+    settings = ["train.epochs=2", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    settings += ["sample.decode_batch_size=8", "rewards=none"]
+    errors = launch(2, *settings, "rewards.r.fn=faulty:parts", cwd=tmp_path)
+    for row in timeless(tmp_path / "runs" / "x")[:2]:
+        assert row["rewards/r/low/mean"] == 0
+        assert row["rewards/r/high/mean"] > 1
+        assert row["rewards/r/failed"] == 0.25
+    assert "rewards.r failed (ConnectionError: rank 1 has no network" in errors, (
+        "whoever it was, the first rank says it"
+    )
+
+
+def test_a_reward_that_fails_on_one_rank_stops_both(tmp_path: Path):
+    (tmp_path / "faulty.py").write_text(PARTS)
+    settings = ["train.epochs=9", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    settings += ["train.max_failed=0.3", "sample.decode_batch_size=32", "rewards=none", "rewards.r.fn=faulty:gone"]
+    command, environment = launcher(2, *settings)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode != 0
+    assert "error: rewards.r: failed on 32 of the 64 leaves of epoch 1 (ConnectionError: rank 1" in done.stderr
+    assert "1 epochs saved. To go on: arborl train --resume runs/x" in done.stderr
 
 
 def test_a_mistake_that_one_rank_alone_meets_is_told(tmp_path: Path):
