@@ -725,7 +725,10 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(InputError) as error:
             make_reward("aesthetic", RewardConfig())
-        assert all(f"rewards.aesthetic.{field}" in str(error.value) for field in ("path", "backbone", "tokenizer"))
+        assert all(f"rewards.aesthetic.{field}" in str(error.value) for field in ("path", "backbone"))
+        assert "tokenizer" not in str(error.value), "it reads no prompts"
+        with pytest.raises(InputError, match=r"rewards.imagereward.path.*and rewards.imagereward.tokenizer"):
+            make_reward("imagereward", RewardConfig())
 
     def test_an_evaluation_needs_no_trained_reward(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)

@@ -331,7 +331,8 @@ def rewards_group(context: click.Context, overrides: tuple[str, ...], as_json: b
     table = Table("reward", "says", "usual scores", "weights", "licence", "here")
     for name, lacks in found:
         known = BUILT_IN[name]
-        size = " + ".join(need.size for need in known.needs) or (f"in arborl[{known.extra}]" if known.extra else "none")
+        extra = f"in arborl\\[{known.extra}]" if known.extra else "none"
+        size = " + ".join(need.size for need in known.needs) or extra
         licence = ", ".join(dict.fromkeys(need.licence for need in known.needs))
         table.add_row(name, known.what, known.usual, size, licence, "no" if lacks else "[green]ready[/green]")
     out.print(table)

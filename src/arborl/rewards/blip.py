@@ -16,7 +16,7 @@ from .clip import TOY, affine
 from .network import NetworkReward
 from .pixels import centre_crop, normalised
 from .tokens import tokenizer_folder
-from .weights import Weights, check_names, converted, read_tensors, tensors_of
+from .weights import Weights, check_names, converted, read_tensors, tensors_of, together
 
 HEADS = (16, 12)
 """Attention heads of ViT-L/16 and of BERT-base."""
@@ -31,9 +31,11 @@ BERT = Weights(hub="google-bert/bert-base-uncased")
 class ImageReward(NetworkReward):
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, config, pipeline)
-        self.path = IMAGEREWARD.find(self.key("path"), config.path)
-        beside = self.path.parent if not config.tokenizer and (self.path.parent / "vocab.txt").is_file() else None
-        self.tokenizer_path = beside or tokenizer_folder(self.key("tokenizer"), config.tokenizer, BERT)
+        with together() as attempt:
+            self.path = attempt(lambda: IMAGEREWARD.find(self.key("path"), config.path))
+            beside = str(self.path.parent) if self.path and (self.path.parent / "vocab.txt").is_file() else ""
+            words = config.tokenizer or beside
+            self.tokenizer_path = attempt(lambda: tokenizer_folder(self.key("tokenizer"), words, BERT))
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         key, path = self.key("path"), self.path

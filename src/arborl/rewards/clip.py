@@ -3,9 +3,9 @@
 import pickle
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,9 +22,8 @@ from .catalog import AESTHETIC, CLIP_L14, HPS, PICKSCORE
 from .network import NetworkReward
 from .pixels import centre_crop, letterbox, normalised
 from .tokens import END, START, ClipTokens
-from .weights import DAMAGED, check_names, converted, read_tensors, tensors_of
+from .weights import DAMAGED, check_names, converted, read_tensors, tensors_of, together
 
-T = TypeVar("T")
 HEADS = (16, 16)
 """Attention heads of ViT-H-14's picture and text parts: what the shapes of its weights do not tell."""
 
@@ -38,17 +37,17 @@ _networks: WeakValueDictionary[tuple[str, torch.device, torch.dtype], Any] = Wea
 class ClipReward(NetworkReward):
     """A CLIP's picture and text parts, and how pictures and text are made ready for it."""
 
+    reads = True  # prompts, and not pictures alone
     clean = False  # the text, as open_clip does
     half = torch.float16  # as CLIP's and HPS's authors compute; bfloat16 is as fast and eight times as rough
 
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, config, pipeline)
-        path = _or_problem(self.find)
-        beside = path if isinstance(path, Path) and path.is_dir() else None
-        tokens = _or_problem(lambda: ClipTokens(self.key("tokenizer"), config.tokenizer, beside, pipeline))
-        if isinstance(path, str) or isinstance(tokens, str):
-            raise InputError.joined([found for found in (path, tokens) if isinstance(found, str)])
-        self.path, self.tokens = path, tokens
+        with together() as attempt:
+            self.path = attempt(self.find)
+            beside = self.path if self.path is not None and self.path.is_dir() else None
+            if self.reads:
+                self.tokens = attempt(lambda: ClipTokens(self.key("tokenizer"), config.tokenizer, beside, pipeline))
 
     @abstractmethod
     def find(self) -> Path:
@@ -82,14 +81,6 @@ class ClipReward(NetworkReward):
 
     def score(self, images: Float[Tensor, "n 3 height width"], prompts: Sequence[str]) -> Float[Tensor, " n"]:
         return (self.of_images(images) * self.of_texts(prompts)).sum(-1)
-
-
-def _or_problem(find: Callable[[], T]) -> T | str:
-    """What is found, or what is said of it; several such are told together."""
-    try:
-        return find()
-    except InputError as error:
-        return str(error)
 
 
 class Hps(ClipReward):
@@ -150,13 +141,12 @@ class Aesthetic(ClipReward):
     Its head is five linear layers with nothing in between, so one affine map does the same.
     """
 
+    reads = False
+
     def find(self) -> Path:
-        head = _or_problem(lambda: AESTHETIC.find(self.key("path"), self.config.path))
-        network = _or_problem(lambda: CLIP_L14.find(self.key("backbone"), self.config.backbone))
-        if isinstance(head, str) or isinstance(network, str):
-            raise InputError.joined([found for found in (head, network) if isinstance(found, str)])
-        self.head_path = head
-        return network
+        with together() as attempt:
+            self.head_path = attempt(lambda: AESTHETIC.find(self.key("path"), self.config.path))
+            return attempt(lambda: CLIP_L14.find(self.key("backbone"), self.config.backbone))
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         super().load(device, dtype)

@@ -9,7 +9,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..core.errors import InputError
 from .catalog import VIDEOALIGN
 from .network import NetworkReward
 from .pixels import normalised
-from .weights import Weights, check_names, converted, from_hub, read_tensors, tensors_of
+from .weights import Weights, check_names, converted, from_hub, read_tensors, tensors_of, together
 
 FOLDER = Path("videoalign_ckpt")
 SETTINGS = replace(VIDEOALIGN, file="model_config.json", place="", size="2 kB")
@@ -99,25 +99,15 @@ class VideoAlign(NetworkReward):
 
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, replace(config, batch_size=min(config.batch_size, AT_ONCE)), pipeline)
-        problems: list[str] = []
-
-        def attempt(find: Callable[[], T]) -> T:
-            try:
-                return find()
-            except InputError as error:
-                problems.append(str(error))
-                return None  # type: ignore[return-value]  # of no use to anyone: raised below
-
         path = self.key("path")
-        self.file = attempt(lambda: _checkpoint(path, config.path))
-        self.settings = attempt(lambda: _settings(path, config.path, self.file))
-        self.question = attempt(lambda: _question(path, _template(path, config.path, self.file)))
-        self.backbone = attempt(lambda: BACKBONE.find(self.key("backbone"), config.backbone))
-        self.words = Path(config.tokenizer).expanduser() if config.tokenizer else self.backbone
-        if config.tokenizer and not self.words.is_dir():
-            self.words = attempt(lambda: BACKBONE.find(self.key("tokenizer"), config.tokenizer))
-        if problems:
-            raise InputError.joined(problems)
+        with together() as attempt:
+            self.file = attempt(lambda: _checkpoint(path, config.path))
+            self.settings = attempt(lambda: _settings(path, config.path, self.file))
+            self.question = attempt(lambda: _question(path, _template(path, config.path, self.file)))
+            self.backbone = attempt(lambda: BACKBONE.find(self.key("backbone"), config.backbone))
+            self.words = Path(config.tokenizer).expanduser() if config.tokenizer else self.backbone
+            if config.tokenizer and not self.words.is_dir():
+                self.words = attempt(lambda: BACKBONE.find(self.key("tokenizer"), config.tokenizer))
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         settings, key = self.settings, self.key("path")

@@ -4,8 +4,8 @@ import os
 import pickle
 import struct
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,23 @@ class Weights:
         if isinstance(folder, Path) and (folder / (self.file or "config.json")).is_file():
             return folder / self.file if self.file else folder
         raise self.missing(key, given, "" if isinstance(folder, Path) else folder)
+
+
+@contextmanager
+def together() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Inside, what is missing is collected by `attempt(find)`, which then gives None; at the end all of it is told."""
+    problems: list[str] = []
+
+    def attempt(find: Callable[[], Any]) -> Any:
+        try:
+            return find()
+        except InputError as error:
+            problems.append(str(error))
+            return None
+
+    yield attempt
+    if problems:
+        raise InputError.joined(problems)
 
 
 def from_hub(name: str, wanted: list[str], fetch: bool) -> Path | str:
