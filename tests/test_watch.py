@@ -23,7 +23,7 @@ images = st.builds(
 
 
 def flat(*colour: float, side: int = 16) -> torch.Tensor:
-    return torch.tensor(colour).view(1, 3, 1, 1).expand(1, 3, side, side)
+    return torch.tensor(colour, dtype=torch.float32).view(1, 3, 1, 1).expand(1, 3, side, side)
 
 
 class TestStatistics:

@@ -70,13 +70,17 @@ class Job:
         return self.train_prompts.take([chosen[i] for i in ids.tolist()]), ids
 
     def score(self, record: Record, prompts: Prompts) -> Scores:
-        """The leaves' scores. A reward that fails too often stops the run, on all ranks, before anything is learnt."""
         size = self.config.sample.decode_batch_size
         found = decode_and_score(self.model, self.rewards.trained, record.leaves, prompts, size)
         self.diversity = float(gather(diversity(found.thumbnails), self.accelerator).mean())
-        leaves = found.scores.total.numel() * self.accelerator.num_processes
+        self._tell_failures(found.scores)
+        return found.scores
+
+    def _tell_failures(self, scores: Scores) -> None:
+        """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
+        leaves = scores.total.numel() * self.accelerator.num_processes
         for name in self.rewards.trained.functions:
-            mine = found.scores.lost.get(name)
+            mine = scores.lost.get(name)
             lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
             why = "; ".join(gather_words([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
             if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
@@ -84,7 +88,6 @@ class Job:
                 raise InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
             if lost:
                 self.run.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
-        return found.scores
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
         knobs, density = asdict(self.config.advantage), record.log_density.cpu()

@@ -41,7 +41,7 @@ class ImageReward(NetworkReward):
         key, path = self.key("path"), self.path
 
         def convert() -> dict[str, Tensor]:
-            tensors = from_original(key, path, read_tensors(key, path))
+            tensors = from_original(key, path, tensors_of(key, path, read_tensors(key, path)))
             blip_configs(key, path, tensors, HEADS)
             return tensors
 
@@ -163,9 +163,8 @@ def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
     return len({name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)})
 
 
-def from_original(key: str, path: Path, found: Mapping[str, Any]) -> dict[str, Tensor]:
+def from_original(key: str, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The published weights under transformers' names (`vision.`, `text.`), the head as one affine map."""
-    tensors = tensors_of(key, path, found)
     inside = {
         "cls_token": "embeddings.class_embedding",
         "pos_embed": "embeddings.position_embedding",

@@ -67,12 +67,12 @@ class ClipReward(NetworkReward):
     def prepared(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 size size"]:
         return normalised(centre_crop(images, self.size))
 
-    def of_images(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n width"]:
+    def of_images(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n embedding"]:
         """Unit vectors, in float32."""
         pixels = self.prepared(images).to(self.network.dtype)
         return functional.normalize(self.network.get_image_features(pixels).pooler_output.float(), dim=-1)
 
-    def of_texts(self, prompts: Sequence[str]) -> Float[Tensor, "n width"]:
+    def of_texts(self, prompts: Sequence[str]) -> Float[Tensor, "n embedding"]:
         """Unit vectors, in float32; a prompt that comes again is not computed again."""
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
         ids = self.tokens(list(places), self.clean).to(self.network.device)
