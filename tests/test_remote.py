@@ -45,10 +45,13 @@ DOCS = Path(__file__).parent.parent / "docs" / "rewards.md"
 EXAMPLE = """\
 import base64, hmac, json, os, sys, zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 TOKEN = os.environ.get("ARBORL_REWARD_TOKEN", "")
+
 
 def score(prompt, png, columns):  # yours; here pictures that compress well score high
     return -len(zlib.compress(png)) / 1e6
+
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -56,9 +59,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(lambda: {"version": 1, "scores": [
-            {"id": item["id"], "score": score(item["prompt"], base64.b64decode(item["png"]), item["columns"])}
-            for item in json.loads(body)["items"]]})
+        self.answer(
+            lambda: {
+                "version": 1,
+                "scores": [
+                    {"id": item["id"], "score": score(item["prompt"], base64.b64decode(item["png"]), item["columns"])}
+                    for item in json.loads(body)["items"]
+                ],
+            }
+        )
 
     def answer(self, make):
         allowed = not TOKEN or hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {TOKEN}")
@@ -66,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200 if allowed else 401)
         self.end_headers()
         self.wfile.write(body.encode())
+
 
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
