@@ -55,10 +55,18 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
     from .runs import config_of
     from .train import train as run_training
 
+    code = 0
     try:
         run_training(config_of(resume, config_name, overrides, resume=True), resume)
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Threads of gloo may outlive their process group and abort the process when its interpreter ends
+        # (pytorch/pytorch#179291). All that matters is written and closed by now.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @app.command()
