@@ -197,6 +197,12 @@ class TestRuns:
         if (kept / "best").exists():
             assert json.loads((kept / "best" / "state.json").read_text())["epoch"] == summary["best"]["epoch"]
 
+    def test_a_reward_that_is_no_longer_watched_is_not_trained_on(self, here, capsys):
+        run_ok(*RUN, "train.epochs=1")
+        run_ok("train", "--resume", "runs/x", "train.epochs=2", "eval.rewards=[]")
+        last = rows(here / "runs" / "x")[1]
+        assert last["reward"] == pytest.approx(last["rewards/place/mean"])
+
     def test_off(self, here, capsys):
         run_ok(*RUN, "eval.watch=off", "train.epochs=40")
         assert "hacking" not in capsys.readouterr().err

@@ -31,7 +31,7 @@ class Scored(NamedTuple):
     """What became of some leaves: their scores, what their pictures are like, and the first pictures themselves."""
 
     scores: Scores
-    statistics: dict[str, Float[Tensor, "prompts leaves"]]
+    statistics: dict[str, Float[Tensor, "prompts leaves"]]  # none where they were not asked for
     thumbnails: Float[Tensor, "prompts leaves 3 16 16"]
     pictures: Tensor  # uint8, n×3×H×W
 
@@ -44,8 +44,11 @@ def decode_and_score(
     prompts: Prompts,
     batch_size: int,
     keep_pictures: int = 0,
+    measured: bool = False,
 ) -> Scored:
-    """All leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too."""
+    """All leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too, and where it is
+    asked for what the pictures are like.
+    """
     count = leaves.shape[1]
     flat, captions = leaves.flatten(0, 1), prompts.repeat(count)
     answers: list[dict[str, Tensor]] = []
@@ -62,7 +65,7 @@ def decode_and_score(
         for name, (more, why) in failed.items():
             lost[name] = Lost(more + (lost[name].pictures if name in lost else 0), why)
         shown = stills(images)
-        like.append({name: values.cpu() for name, values in statistics(shown).items()})
+        like.append({name: values.cpu() for name, values in statistics(shown).items()} if measured else {})
         small.append(thumbnails(shown))
         if index[0] < keep_pictures:
             pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
@@ -126,7 +129,7 @@ def evaluate(
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
     leaves = generate(model, chosen, ids, config)
     size = config.sample.decode_batch_size
-    scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures)
+    scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
     every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))

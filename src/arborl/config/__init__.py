@@ -94,7 +94,6 @@ def save_config(config: Config, path: Path) -> None:
 
 def with_whole_paths(config: Config) -> Config:
     """The same with paths that mean the same from any folder, so that a run can be looked at from anywhere."""
-
     from ..rewards.catalog import BUILT_IN
 
     def whole(path: str) -> str:
@@ -106,8 +105,9 @@ def with_whole_paths(config: Config) -> Config:
         found = Path(needs[which].place) if which < len(needs) else None
         return str(found.resolve()) if found and found.exists() else ""
 
-    watched = {name: RewardConfig() for name in config.eval.rewards if name not in config.rewards}
-
+    watched = {name: config.rewards.get(name, RewardConfig()) for name in config.eval.rewards}
+    # Said, so that a reward which is no longer watched is not trained on.
+    watched = {n: r if r.weight is not None else dataclasses.replace(r, weight=0.0) for n, r in watched.items()}
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=whole(config.model.path)),

@@ -198,7 +198,7 @@ def _root(error: BaseException) -> str:
 
 
 def png(pixels: np.ndarray) -> str:
-    """A PNG that is not compressed: Pillow takes 40 times as long to make one 30% smaller, and GPUs wait for it."""
+    """A PNG that is not compressed: Pillow takes twenty times as long for a smaller one, and GPUs wait for it."""
     height, width, _ = pixels.shape
     lines = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each begins with its filter, 0 for none
 
