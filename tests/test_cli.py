@@ -324,8 +324,6 @@ def test_going_on_where_one_cannot(here, capsys):
 
 def test_what_may_change_when_a_run_goes_on(here, capsys):
     """A new learning rate takes effect; an average may begin; a run that died before a checkpoint begins anew."""
-    import torch
-
     run_ok("train", *SHORT)
     for name, change in {"a": [], "b": ["train.learning_rate=0.5"], "c": ["train.ema_decay=0.5"]}.items():
         shutil.copytree("runs/x", f"runs/{name}")
@@ -337,8 +335,6 @@ def test_what_may_change_when_a_run_goes_on(here, capsys):
     assert weights("a") != weights("b")
     assert weights("a") == weights("c")
     assert (here / "runs" / "c" / "checkpoints" / "epoch_000003" / "ema.safetensors").is_file()
-    optimizer = torch.load(here / "runs/b/checkpoints/epoch_000003/optimizer.pt", weights_only=True)
-    assert optimizer["param_groups"][0]["lr"] == 0.5
     assert "changed from epoch 2 on: train.learning_rate: 0.001 -> 0.5" in capsys.readouterr().err
     shutil.rmtree("runs/a/checkpoints")
     (here / "runs" / "a" / "summary.json").unlink()

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from arborl.checkpoint import latest
+from arborl.checkpoint import newest_sound
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
@@ -25,7 +25,7 @@ from arborl.evaluate import EVALUATION, generate
 from arborl.models import load_model, model_class
 from arborl.prompts import Prompts
 from arborl.train import train
-from arborl.update import gradients_by_group
+from arborl.update import gradient_sizes, reached_groups
 from bench.pipelines import build
 
 from conftest import CPU, TINY, make, tiny_overrides
@@ -274,6 +274,17 @@ def run_ok(*arguments: str) -> None:
     assert stopped.value.code == 0
 
 
+def latest(run: Path) -> Path:
+    found, damaged = newest_sound(run)
+    assert found
+    assert not damaged
+    return found
+
+
+def reached(parameters: dict[str, torch.nn.Parameter]) -> dict[str, bool]:
+    return reached_groups({name: max(sizes) for name, sizes in gradient_sizes(parameters).items()})
+
+
 class TestGradients:
     """The check at the first update."""
 
@@ -284,14 +295,14 @@ class TestGradients:
                 module[f"{block}_{half}"] = torch.nn.Linear(1, 1, bias=False)
         named = {f"blocks.{b}.attn.to_q.lora_{half}.default.weight": module[f"{b}_{half}"].weight
                  for b in range(3) for half in "AB"}  # fmt: skip
-        assert gradients_by_group(named) == {"blocks.*.attn.to_q": False}
+        assert reached(named) == {"blocks.*.attn.to_q": False}
         for name, parameter in named.items():
             parameter.grad = torch.full_like(parameter, 1.0 if "0.attn.to_q.lora_B" in name else 0.0)
-        assert gradients_by_group(named) == {"blocks.*.attn.to_q": True}
+        assert reached(named) == {"blocks.*.attn.to_q": True}
         stray = torch.nn.Parameter(torch.zeros(2))
-        assert gradients_by_group(named | {"blocks.0.norm.weight": stray})["blocks.*.norm.weight"] is False
+        assert reached(named | {"blocks.0.norm.weight": stray})["blocks.*.norm.weight"] is False
         stray.grad = torch.full((2,), torch.nan)
-        assert gradients_by_group(named | {"blocks.0.norm.weight": stray})["blocks.*.norm.weight"] is True
+        assert reached(named | {"blocks.0.norm.weight": stray})["blocks.*.norm.weight"] is True
 
     def test_weights_that_no_gradient_reaches_are_named(self, tiny_folder, tmp_path: Path, capsys, monkeypatch):
         """A LoRA cut off from the loss, as peers have shipped it."""

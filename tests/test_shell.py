@@ -21,7 +21,7 @@ from arborl.core.schedule import shifted
 from arborl.core.tree import grow
 from arborl.draw import draw_tree, leaf_order, sheet, sketch
 from arborl.plan import plans_of_a_run
-from arborl.prompts import Prompts, epoch_indices, load_prompts
+from arborl.prompts import Prompts, dealt, load_prompts
 from arborl.record import RecordedTree
 from arborl.rewards import load_rewards
 from arborl.rewards.canary import brightness, jpeg
@@ -117,14 +117,14 @@ class TestPrompts:
     @given(total=st.integers(1, 40), per_epoch=st.integers(1, 30), seed=st.integers(0, 9))
     def test_every_pass_sees_every_prompt_once_whatever_the_batch(self, total: int, per_epoch: int, seed: int):
         epochs = -(-2 * total // per_epoch)
-        seen = [i for epoch in range(epochs) for i in epoch_indices(total, per_epoch, epoch, seed)]
+        seen = [i for epoch in range(epochs) for i in dealt(total, epoch * per_epoch, per_epoch, seed)]
         assert sorted(seen[:total]) == sorted(seen[total : 2 * total]) == list(range(total))
-        one_by_one = [epoch_indices(total, 1, i, seed)[0] for i in range(len(seen))]
+        one_by_one = [dealt(total, i, 1, seed)[0] for i in range(len(seen))]
         assert seen == one_by_one, "where an epoch ends must not change the order"
 
     def test_passes_and_seeds_differ(self):
-        assert epoch_indices(50, 50, 0, 0) != epoch_indices(50, 50, 1, 0)
-        assert epoch_indices(50, 50, 0, 0) != epoch_indices(50, 50, 0, 1)
+        assert dealt(50, 0, 50, 0) != dealt(50, 50, 50, 0)
+        assert dealt(50, 0, 50, 0) != dealt(50, 0, 50, 1)
 
 
 @given(count=st.integers(0, 50), size=st.integers(1, 20), pad=st.booleans())

@@ -18,6 +18,7 @@ from arborl.core.schedule import shifted
 from arborl.core.tree import grow
 from arborl.models import Model
 from arborl.plan import make_plan
+from arborl.prompts import Prompts, Share
 from arborl.record import Record
 from arborl.rewards.canary import place
 from arborl.rollout import rollout
@@ -56,7 +57,10 @@ class Bench:
 
     def update(self, advantage: torch.Tensor) -> Stats:
         keep = prune(self.record.plan, advantage)
-        return update(self.model, self.state, self.accelerator, self.record, advantage, keep, self.config, self.key)
+        share = Share(Prompts(["x"] * len(advantage), {}), torch.arange(len(advantage)), len(advantage))
+        return update(
+            self.model, self.state, self.accelerator, self.record, advantage, keep, self.config, self.key, share
+        )
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten().clone() for p in self.state.parameters.values()])

@@ -12,6 +12,13 @@ class Batch(NamedTuple):
     valid: int  # how many of them count
 
 
+def settled(size: int | str) -> int:
+    """A batch size once it is known: `auto` has been replaced by what was found (`fit.py`)."""
+    if not isinstance(size, int):
+        raise RuntimeError(f"a batch size is still {size!r}; fit.settle() finds one")
+    return size
+
+
 def batches(count: int, size: int, pad: bool = False) -> Iterator[Batch]:
     """Positions 0..count-1 in runs of `size`; with `pad` the last run has that length too."""
     for start in range(0, count, size):

@@ -1,8 +1,17 @@
-"""The state after whole epochs, on disk. Noise and prompts are functions of (seed, epoch), so weights are all of it."""
+"""The state after whole epochs, on disk. Noise and prompts are functions of the seed and of what is counted here.
 
+A checkpoint is a folder of safetensors, whole tensors under the model's own names however many processes trained them,
+with a `SHA256SUMS` that `sha256sum -c` reads too. It is written aside and renamed into place, and none is trusted whose
+files are not what that list says.
+"""
+
+import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .core.errors import InputError
+from .shard import is_sharded, placed_like, whole
 
-VERSION = 1
+VERSION = 2
+SUMS = "SHA256SUMS"
+COUNTERS = ("epoch", "prompts", "broken", "forwards", "forward_backwards")
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters by name, of a module that is not wrapped yet."""
+    """The trained parameters by name, of a module that DDP has not wrapped yet."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the model has no trainable parameter")
@@ -68,74 +80,150 @@ class State:
     optimizer: torch.optim.Optimizer
     ema: Ema
     epoch: int = 0  # whole epochs behind it
+    prompts: int = 0  # dealt out in them
+    broken: int = 0  # optimizer steps in a row, the last ones, whose gradient was not finite
     forwards: int = 0
     forward_backwards: int = 0
+    saved: int = -1  # the epoch of the newest checkpoint, written or read
 
-    def save(self, folder: Path, keep: int) -> Path:
+    @property
+    def sharded(self) -> bool:
+        """Whether each process has a part of every tensor, so that all of them are needed to save it."""
+        return any(map(is_sharded, self.parameters.values()))
+
+    def save(self, folder: Path, keep: int, writes: bool = True) -> None:
         """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
-        target = folder / f"epoch_{self.epoch:06d}"
-        if target in checkpoints(folder):
-            return target
-        self._write(target, with_optimizer=True)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
-        return target
+        if self.epoch == self.saved:
+            return
+        self._write(folder / f"epoch_{self.epoch:06d}", True, writes)
+        self.saved = self.epoch
+        for old in checkpoints(folder)[:-keep] if writes else ():
+            _remove(old)
 
-    def save_best(self, folder: Path) -> None:
+    def save_best(self, folder: Path, writes: bool = True) -> None:
         """The weights alone, apart from the others and in the place of those that were the best before."""
-        self._write(folder / "best", with_optimizer=False)
+        self._write(folder / "best", False, writes)
 
-    def _write(self, target: Path, with_optimizer: bool) -> None:
+    def _write(self, target: Path, with_optimizer: bool, writes: bool) -> None:
         self.ema.restore()
-        aside = target.parent / f".{target.name}.tmp"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        save_file({n: p.detach().cpu().contiguous() for n, p in self.parameters.items()}, aside / "weights.safetensors")
-        if self.ema.decay:
-            save_file({n: p.cpu().contiguous() for n, p in self.ema.average.items()}, aside / "ema.safetensors")
-        if with_optimizer:
-            torch.save(self.optimizer.state_dict(), aside / "optimizer.pt")
-        head = {"version": VERSION, "epoch": self.epoch, "ema_steps": self.ema.steps}
-        head |= {"forwards": self.forwards, "forward_backwards": self.forward_backwards}
-        (aside / "state.json").write_text(json.dumps(head))
-        old = target.parent / f".{target.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
+        if not writes:
+            for _ in self._files(with_optimizer) if self.sharded else ():
+                pass  # the one that writes needs our parts
+            return
+        files = self._files(with_optimizer)
+        try:
+            aside = _hidden(target, "tmp")
+            _remove(aside)
+            aside.mkdir(parents=True)
+            for name, tensors in files:
+                save_file(tensors, aside / name)
+            head = {"version": VERSION} | {name: getattr(self, name) for name in COUNTERS}
+            (aside / "state.json").write_text(json.dumps(head | {"ema_steps": self.ema.steps}))
+            _seal(aside)
+        except (OSError, SafetensorError) as error:
+            for _ in files:
+                pass  # others are taking part in this, to the end
+            _remove(_hidden(target, "tmp"))  # on a full disk it is the room that the next needs
+            raise InputError("log.dir", target.parent, f"could not write a checkpoint ({error})") from None
+        old = _hidden(target, "old")
+        _remove(old)
         if target.exists():
             target.rename(old)
         aside.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        _sync(target.parent)
+        _remove(old)
+
+    def _files(self, with_optimizer: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """What a checkpoint holds, a file at a time, so that the host never has more than one copy of the weights."""
+        yield "weights.safetensors", {name: whole(p) for name, p in self.parameters.items()}
+        if self.ema.decay:
+            yield "ema.safetensors", {name: whole(p) for name, p in self.ema.average.items()}
+        if with_optimizer:
+            found = {name: self.optimizer.state.get(p, {}) for name, p in self.parameters.items()}
+            for slot in sorted({slot for state in found.values() for slot in state}):
+                yield f"optimizer.{slot}.safetensors", {n: whole(s[slot]) for n, s in found.items() if slot in s}
 
     def load(self, path: Path) -> None:
-        head = _head(path)
+        """Take over a checkpoint that was found sound."""
+        head = head_of(path)
         load_weights(self.parameters, path / "weights.safetensors")
         # An average that is switched on later begins with the weights it finds.
-        average = weights_of(path)
-        self.ema.average = {n: t.to(self.parameters[n].device) for n, t in _tensors(average).items()}
-        configured = {name: self.optimizer.defaults[name] for name in ("lr", "betas", "weight_decay")}
-        self.optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu"))
-        for group in self.optimizer.param_groups:
-            group.update(configured)  # the saved groups hold the values of before
-        self.epoch, self.ema.steps = head["epoch"], head["ema_steps"]
-        self.forwards, self.forward_backwards = head["forwards"], head["forward_backwards"]
+        average = _tensors(weights_of(path))
+        self.ema.average = {name: placed_like(p.detach(), average[name]) for name, p in self.parameters.items()}
+        slots = {file.name.split(".")[1]: _tensors(file) for file in path.glob("optimizer.*.safetensors")}
+        found: dict[int, dict[str, Tensor]] = {}
+        for number, (name, parameter) in enumerate(self.parameters.items()):
+            mine = {slot: tensors[name] for slot, tensors in slots.items() if name in tensors}
+            placed = {
+                s: placed_like(parameter.detach(), t) if t.shape == parameter.shape else t for s, t in mine.items()
+            }
+            found |= {number: placed} if placed else {}
+        # The groups hold learning rate and decay: those of this run's settings, not of before.
+        self.optimizer.load_state_dict({"state": found, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.ema.steps = head["ema_steps"]
+        for name in COUNTERS:
+            setattr(self, name, head[name])
+        self.saved = self.epoch
 
 
 def drop_best_from(folder: Path, epoch: int) -> None:
     """A run that goes on from an epoch has not had the evaluations after it: what was best among them goes."""
     best = folder / "best"
-    if best.is_dir() and _head(best)["epoch"] >= epoch:
-        shutil.rmtree(best)
+    if best.is_dir() and (problem_with(best) or head_of(best)["epoch"] >= epoch):
+        _remove(best)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("epoch_*") if (path / "state.json").is_file())
+    return sorted(path for path in folder.glob("epoch_*") if re.fullmatch(r"epoch_\d{6,}", path.name))
 
 
-def latest(run: Path) -> Path | None:
-    """The newest checkpoint of a run folder; None for a run that ended before its first."""
-    if not (run / "config.yaml").is_file():
-        raise InputError("run", run, "is not a run folder (it has no config.yaml)")
-    return next(iter(reversed(checkpoints(run / "checkpoints"))), None)
+def newest_sound(run: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint of a run that can be trusted, None if it ended before its first; and what is wrong with
+    those that are newer still.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(checkpoints(run / "checkpoints")):
+        problem = problem_with(path)
+        if problem is None:
+            return path, damaged
+        damaged[path] = problem
+    if damaged:
+        told = "; ".join(f"{path.name} {problem}" for path, problem in damaged.items())
+        raise InputError(
+            "run", run, f"none of its checkpoints is whole ({told})", "a copy of one of them, or a new run"
+        )
+    return None, damaged
+
+
+def set_aside(path: Path) -> Path:
+    """Put a damaged checkpoint where nobody takes it for one."""
+    target = path.with_name(f"damaged_{path.name}")
+    _remove(target)
+    return path.rename(target)
+
+
+def clear(folder: Path) -> None:
+    """What was left half written or half removed goes."""
+    for left in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
+        _remove(left)
+
+
+def problem_with(path: Path) -> str | None:
+    """What tells that a checkpoint is not what was written, byte for byte; None for a sound one."""
+    try:
+        listed = dict(_line(line) for line in (path / SUMS).read_bytes().decode("ascii").splitlines(keepends=True))
+        found = {file.name for file in path.iterdir()} - {SUMS}
+        if listed.keys() != found or "state.json" not in listed:
+            differ = ", ".join(sorted(listed.keys() ^ found)) or "state.json"
+            return f"has other files than its {SUMS} says ({differ})"
+        sums = _sums([path / name for name in listed])
+    except FileNotFoundError as error:
+        return f"is not complete (no {Path(error.filename).name})"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    wrong = [name for name, digest in listed.items() if sums[name] != digest]
+    return f"is damaged ({', '.join(wrong)} is not what was written)" if wrong else None
 
 
 def weights_of(path: Path) -> Path:
@@ -154,7 +242,7 @@ def load_weights(parameters: dict[str, nn.Parameter], path: Path) -> None:
     _copy_into(parameters, tensors)
 
 
-def _head(path: Path) -> dict[str, int]:
+def head_of(path: Path) -> dict[str, int]:
     try:
         head = json.loads((path / "state.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -174,4 +262,48 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
     for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
+        parameter.copy_(placed_like(parameter.detach(), tensors[name]))
+
+
+def _seal(folder: Path) -> None:
+    """List what the folder holds, and have all of it on the disk: a machine may fail as well as a process."""
+    files = sorted(folder.iterdir())
+    sums = _sums(files)
+    (folder / SUMS).write_text("".join(f"{sums[file.name]}  {file.name}\n" for file in files))
+    for path in (*files, folder / SUMS, folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sums(files: list[Path]) -> dict[str, str]:
+    def digest(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([file.name for file in files], pool.map(digest, files), strict=True))
+
+
+def _line(text: str) -> tuple[str, str]:
+    found = re.fullmatch(r"([0-9a-f]{64})  ([a-z_.]+)\n", text)
+    if not found:
+        raise ValueError(f"{SUMS} is damaged")
+    return found[2], found[1]
+
+
+def _hidden(target: Path, suffix: str) -> Path:
+    return target.parent / f".{target.name}.{suffix}"
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight first, so that what is left of it when we are killed is not taken for the whole."""
+    if folder.is_dir():
+        hidden = folder if folder.name.startswith(".") else folder.rename(_hidden(folder, "old"))
+        shutil.rmtree(hidden)

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -44,7 +46,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 @app.command()
 @overrides_argument
 @config_option
-@click.option("--resume", type=click.Path(path_type=Path), help="Go on with this run from its newest checkpoint.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    help="Go on with this run from its newest checkpoint. auto: with the one that run_name names if it is there, else "
+    "start it.",
+)
 def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | None) -> None:
     """Post-train a model.
 
@@ -52,14 +59,23 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
 
     Example: arborl train tree.k=3 train.learning_rate=5e-5 run_name=wide
     """
-    from .runs import config_of
+    from .runs import start_of
     from .train import train as run_training
 
+    config, going_on, over = start_of(resume, config_name, overrides)
+    if over:
+        click.echo(f"{going_on} has come to its end already", err=True)
+        return
     code = 0
     try:
-        run_training(config_of(resume, config_name, overrides, resume=True), resume)
+        run_training(config, going_on)
     except KeyboardInterrupt:
         code = 130
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End the process; one of several at once."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Threads of gloo may outlive their process group and abort the process when its interpreter ends
         # (pytorch/pytorch#179291). All that matters is written and closed by now.
@@ -431,17 +447,34 @@ def _number(value: float) -> float | None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command and turns what a user can mend into one line."""
+    rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
+    on = f" on rank {rank}" if rank else ""
     try:
         app(args=arguments, prog_name="arborl")
     except InputError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0":
-            click.echo(f"error: {error}", err=True)
-        # Wrong settings are found by every rank before the ranks meet; what comes later may be one rank's own, and so
-        # may a reward's server or weights.
-        elif _ranks_have_met() or "rewards." in str(error):
-            click.echo(f"error on rank {rank}: {error}", err=True)
-        sys.exit(2)
+        # Before the ranks meet every one finds what is wrong with the settings: one on each machine says so. Later only
+        # those come here whose error nobody else has told.
+        if _ranks_have_met() or os.environ.get("LOCAL_RANK", "0") == "0":
+            click.echo(f"error{on}: {error}", err=True)
+        _leave(2)
+    except Exception as error:
+        if not several:
+            raise
+        if type(error).__name__ == "Elsewhere":
+            click.echo(f"stopped{on}: {error}", err=True)
+        elif _lost_contact(error):
+            click.echo(f"stopped{on}: another process is gone ({str(error).splitlines()[0]})", err=True)
+        else:
+            traceback.print_exc()
+        _leave(1)
+
+
+def _lost_contact(error: Exception) -> bool:
+    """Whether an error only says that another process does not answer any more."""
+    from torch.distributed import DistError
+
+    gloo = r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket Timeout|gloo.*[Tt]imed out"
+    return isinstance(error, DistError) or bool(re.search(gloo, str(error)))
 
 
 def _ranks_have_met() -> bool:

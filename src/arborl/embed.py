@@ -10,7 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .config.schema import Config
 from .models import model_class
-from .prompts import Prompts, epochs_indices
+from .prompts import Prompts, dealt
+from .together import all_or_none
 
 
 class Embedded(NamedTuple):
@@ -35,21 +36,21 @@ def embed(config: Config, texts: Sequence[str], accelerator: Accelerator, verify
     if embeddings is None:
         return None
     start, rank, ranks = time.perf_counter(), accelerator.process_index, accelerator.num_processes
-    missing = embeddings.missing(texts, verify)
-    accelerator.wait_for_everyone()  # all have looked before one writes, so all see the same list
+    with all_or_none(accelerator):  # all have looked before one writes, so all see the same list
+        missing = embeddings.missing(texts, verify)
     columns = TextColumn("encoding prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=rank > 0 or not missing, transient=True) as bar:
         task = bar.add_task("", total=len(missing[rank::ranks]))
-        embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
-        accelerator.wait_for_everyone()
+        with all_or_none(accelerator):
+            embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
         # On one disk this finds nothing; machines that share none encode the rest themselves.
         embeddings.fill(embeddings.missing(texts, verify=False), config.prompts.batch_size)
     count = len(dict.fromkeys([*embeddings.always, *texts]))
     return Embedded(count, len(missing), time.perf_counter() - start, str(embeddings.folder))
 
 
-def texts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, ranks: int) -> list[str]:
-    """What a run will ask its text encoders: prompts of all its epochs and of its evaluations."""
-    per_epoch = config.sample.num_prompts * ranks
-    chosen = epochs_indices(len(prompts), per_epoch, range(config.train.epochs), config.seed)
-    return [*(prompts.texts[i] for i in sorted(chosen)), *held_out.texts[: config.eval.num_prompts]]
+def texts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, start: int, count: int) -> list[str]:
+    """What a run will ask its text encoders: the prompts it deals out from a place on, and those of its evaluations."""
+    # Within a pass each prompt comes once, so that two passes hold them all wherever they begin.
+    chosen = dealt(len(prompts), start, min(count, 2 * len(prompts)), config.seed)
+    return [*(prompts.texts[i] for i in sorted(set(chosen))), *held_out.texts[: config.eval.num_prompts]]

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .batches import batches
+from .batches import batches, settled
 from .collect import gather, gather_words
 from .config.schema import Config
 from .core.errors import InputError
@@ -21,6 +21,7 @@ from .prompts import Prompts
 from .record import as_bytes, stills
 from .rewards.base import Lost, Rewards, Scores
 from .rollout import rollout
+from .together import Together
 from .watch import statistics, thumbnails
 
 EVALUATION = 2**32
@@ -118,18 +119,21 @@ def evaluate(
     rewards: Rewards,
     prompts: Prompts,
     config: Config,
-    accelerator: Accelerator | None = None,
+    together: Together | None = None,
     keep_pictures: int = 16,
 ) -> Evaluation:
     """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks."""
+    accelerator = together.accelerator if together else None
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     total = config.eval.num_prompts
     share = math.ceil(total / ranks)
     ids = torch.arange(rank * share, rank * share + share)
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
-    leaves = generate(model, chosen, ids, config)
-    size = config.sample.decode_batch_size
-    scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
+    with together.sampling() if together else nullcontext():
+        leaves = generate(model, chosen, ids, config)
+    size = settled(config.sample.decode_batch_size)
+    with together.alone() if together else nullcontext():
+        scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
     every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))
@@ -165,7 +169,7 @@ def generate(
     plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
     key = fold(config.seed, EVALUATION)
     leaves: list[Tensor] = []
-    for batch in batches(len(prompts), config.sample.batch_size):
+    for batch in batches(len(prompts), settled(config.sample.batch_size)):
         cond = model.encode(prompts.take(batch.rows.tolist()).texts)
         own = None if start is None else start[batch.rows]
         leaves.append(rollout(model, plan, cond, key, ids[batch.rows], config.sample, start=own).leaves)

@@ -64,7 +64,7 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts) -> None:
     """Score two pictures of pure noise, so that a reward that does not keep its contract is known before the run."""
     two = prompts.take([0, len(prompts) - 1])
     noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device))
-    pictures = torch.cat([model.decode(part) for part in noise.split(model.config.sample.decode_batch_size)])
+    pictures = torch.cat([model.decode(part) for part in noise.split(1)])
     if not pictures.isfinite().all():
         raise RuntimeError("the decoder returned pictures that are not finite")
     try:

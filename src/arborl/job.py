@@ -1,31 +1,33 @@
 """Everything a run is made of, and what it reports: the loop in `train.py` stays a page long."""
 
 import json
-import math
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from . import log
+from .batches import settled
 from .checkpoint import State, checkpoints
-from .collect import gather, gather_words
+from .collect import gather, gather_words, unequal_weights
 from .config.schema import Config
 from .core.advantage import advantages
 from .core.errors import InputError
 from .core.tree import Plan
 from .draw import draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
+from .fit import memory_in_use
 from .models import Model
 from .plan import window_of
-from .prompts import Prompts, epoch_indices
+from .prompts import Prompts, Share, deal, share_of
 from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores
+from .together import Elsewhere, Together
 from .update import SUMS, Stats
 from .watch import best, diversity, hacking
 
@@ -43,10 +45,12 @@ class Job:
     eval_prompts: Prompts
     state: State
     run: log.Run
-    ratio_checked: bool = False
+    together: Together
+    examined: bool = False  # the first update: its ratio, and where its gradients came to
     hacked: bool = False  # eval.watch=stop saw reward hacking
     finished: bool = False
-    diversity: float = math.nan  # among a prompt's leaves, this epoch's mean
+    unsaved: bool = False  # a checkpoint could not be written
+    diversity: Tensor = field(default_factory=lambda: torch.zeros(0))  # among each prompt's leaves, this epoch
     evaluated: tuple[int, Evaluation] | None = None  # the newest, and after how many epochs
 
     @property
@@ -61,30 +65,35 @@ class Job:
         used = gather(torch.tensor([self.run.trained]), self.accelerator)[0] if limit else 0.0
         return self.state.epoch < self.config.train.epochs and not (limit and used >= limit) and not self.hacked
 
-    def prompts_of(self, epoch: int) -> tuple[Prompts, Int[Tensor, " prompts"]]:
-        """This rank's prompts of an epoch, and their places among those of all ranks."""
-        count, rank = self.config.sample.num_prompts, self.accelerator.process_index
-        everyone = count * self.accelerator.num_processes
-        chosen = epoch_indices(len(self.train_prompts), everyone, epoch, self.config.seed)
-        ids = torch.arange(rank * count, (rank + 1) * count)
-        return self.train_prompts.take([chosen[i] for i in ids.tolist()]), ids
+    def share(self) -> Share:
+        """This process's prompts of the epoch at hand."""
+        how = deal(self.config.sample, self.accelerator.num_processes)
+        return share_of(self.train_prompts, how, self.accelerator.process_index, self.state.prompts, self.config.seed)
 
-    def score(self, record: Record, prompts: Prompts) -> Scores:
-        size = self.config.sample.decode_batch_size
-        found = decode_and_score(self.model, self.rewards.trained, record.leaves, prompts, size)
-        self.diversity = float(gather(diversity(found.thumbnails), self.accelerator).mean())
-        self._tell_failures(found.scores)
-        return found.scores
+    def score(self, record: Record, share: Share) -> Scores:
+        """The scores of a process's leaves; none for those of places that only fill up."""
+        real, size = share.real, settled(self.config.sample.decode_batch_size)
+        leaves = record.leaves
+        empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)
+        self.diversity = torch.full((len(leaves),), torch.nan)
+        if not real:
+            return Scores({}, empty.double())
+        prompts = share.prompts.take(range(real))
+        found, _, thumbnails, _ = decode_and_score(self.model, self.rewards.trained, leaves[:real], prompts, size)
+        self.diversity[:real] = diversity(thumbnails)
+        parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
+        return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.lost)
 
-    def _tell_failures(self, scores: Scores) -> None:
+    def tell_failures(self, scores: Scores, share: Share) -> None:
         """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
-        leaves = scores.total.numel() * self.accelerator.num_processes
+        leaves = share.total * scores.total.shape[1]
         for name in self.rewards.trained.functions:
             mine = scores.lost.get(name)
             lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
             why = "; ".join(gather_words([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
             if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
                 problem = f"failed on {lost} of the {leaves} leaves of epoch {self.state.epoch} ({why})"
+                self.together.agreed = True  # all ranks have counted the same
                 raise InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
             if lost:
                 self.run.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
@@ -106,7 +115,7 @@ class Job:
     def keep_tree_if_due(
         self,
         epoch: int,
-        prompts: Prompts,
+        share: Share,
         record: Record,
         scores: Scores,
         advantage: Float[Tensor, "prompts edges"],
@@ -118,14 +127,14 @@ class Job:
         shown = record.plan.shown
         tree = RecordedTree(
             epoch=epoch,
-            prompt=prompts.texts[0],
+            prompt=share.prompts.texts[0],
             plan=record.plan,
             log_density=record.log_density[0].cpu(),
             advantage=advantage[0].cpu(),
             kept=keep[0].cpu(),
             scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
             shown=shown,
-            pictures=previews(self.model, record.clean[shown], self.config.sample.decode_batch_size),
+            pictures=previews(self.model, record.clean[shown], settled(self.config.sample.decode_batch_size)),
             latents=record.latents[0].cpu(),
         )
         stem = self.run.folder / "trees" / f"epoch_{epoch:06d}"
@@ -133,12 +142,12 @@ class Job:
         draw_tree(tree, stem.with_suffix(".png"))
 
     def complete_epoch(
-        self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats
+        self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, share: Share
     ) -> dict[str, float]:
         """Count the epoch as done; its numbers over all ranks (`docs/metrics.md` says what each means)."""
-        ranks, state = self.accelerator.num_processes, self.state
-        metrics = self._scores(scores)
-        size = gather(advantage[:, plan.stochastic].abs().float(), self.accelerator)
+        state = self.state
+        metrics = self._scores(scores, share.total)
+        size = gather(advantage[:, plan.stochastic].abs().float(), self.accelerator)[: share.total]
         metrics |= {"advantage_abs": float(size.nanmean()), "advantage_zero": float((size == 0).float().mean())}
         sums = torch.stack([stats.sums[name].double().cpu() for name in SUMS])
         summed = dict(zip(SUMS, gather(sums[None], self.accelerator).sum(0).tolist(), strict=True))
@@ -156,13 +165,14 @@ class Job:
         }
         self._check(metrics, stats)
         state.epoch += 1
-        state.forwards += plan.forwards * len(advantage) * ranks
+        state.prompts += share.total
+        state.forwards += plan.forwards * share.total
         state.forwards += int(parents) if with_kl else 0  # the reference's
         state.forward_backwards += int(parents)
         return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
 
-    def _scores(self, scores: Scores) -> dict[str, float]:
-        total = gather(scores.total.float(), self.accelerator)
+    def _scores(self, scores: Scores, prompts: int) -> dict[str, float]:
+        total = gather(scores.total.float(), self.accelerator)[:prompts]
         values = {
             "reward": float(total.nanmean()),
             "reward_std": float(_std(total).nanmean()),
@@ -170,11 +180,11 @@ class Job:
         }
         unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
         for name in gather_words([*scores.parts], self.accelerator):
-            part = gather(scores.parts.get(name, unknown), self.accelerator).flatten()
+            part = gather(scores.parts.get(name, unknown), self.accelerator)[:prompts].flatten()
             values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
             if name in self.rewards.functions:
                 values[f"rewards/{name}/failed"] = float(part.isnan().float().mean())
-        return values | {"diversity": self.diversity}
+        return values | {"diversity": float(gather(self.diversity, self.accelerator)[:prompts].mean())}
 
     def _check(self, metrics: dict[str, float], stats: Stats) -> None:
         """Say once what should not be: a first update whose densities are not the rollout's; weights that no gradient
@@ -186,9 +196,16 @@ class Job:
             self.run.warn_once("no prompt's leaves differ in score this epoch, so there was nothing to learn")
         if metrics["steps_broken"]:
             self.run.warn_once("a gradient was not finite and its step was left out (steps_broken counts them)")
-        if self.ratio_checked or not metrics["steps"]:
+        if self.examined or not metrics["steps"]:
             return
-        self.ratio_checked = True
+        self.examined = True
+        if stats.unequal:
+            raise InputError(
+                "processes",
+                self.accelerator.num_processes,
+                f"{len(stats.unequal)} gradients differ between them after the first backward pass, such as that of "
+                f"{stats.unequal[0]}: they are not synchronised, and every process would train a model of its own",
+            )
         if stats.unreached:
             some = ", ".join(stats.unreached[:4]) + (", …" if len(stats.unreached) > 4 else "")
             self.run.warn_once(
@@ -216,11 +233,12 @@ class Job:
         if self.evaluated and self.evaluated[0] == epoch:
             return self.evaluated[1]
         with self.state.ema.applied():
-            found = evaluate(self.model, self.rewards, self.eval_prompts, self.config, self.accelerator)
+            found = evaluate(self.model, self.rewards, self.eval_prompts, self.config, self.together)
         self.evaluated = epoch, found
-        if self.accelerator.is_main_process and len(found.pictures):
-            captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
-            sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
+        with self.together.alone():
+            if self.accelerator.is_main_process and len(found.pictures):
+                captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
+                sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
         shown = ", ".join(
             f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
             + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")
@@ -230,12 +248,16 @@ class Job:
         for problem in found.problems:
             self.run.warn_once(f"{problem}, in an evaluation")
         signs: list[str] = []
+        is_best = False
         if self.accelerator.is_main_process:
             rows = [*self.run.read_metrics(), {"epoch": epoch} | log.finite(found.metrics())]
-            self._keep_if_best(epoch, rows)
+            is_best = self._is_best(epoch, rows)
             if self.config.eval.watch != "off":
                 aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
                 signs = hacking(rows, aims, self.rewards.watched)
+        if bool(gather(torch.tensor([float(is_best)]), self.accelerator).any()):
+            with self._saving():
+                self.state.save_best(self.run.folder / "checkpoints", self.accelerator.is_main_process)
         if signs:
             told = f"{signs[0]}, but {', '.join(signs[1:])}"
             self.run.warn_once(f"after {epoch} epochs this looks like reward hacking: {told}")
@@ -249,40 +271,77 @@ class Job:
         weighed = [name for name in self.rewards.functions if self.rewards.weights[name]]
         return self.config.eval.best or [*self.rewards.watched, *weighed][0]
 
-    def _keep_if_best(self, epoch: int, rows: list[dict[str, Any]]) -> None:
+    def _is_best(self, epoch: int, rows: list[dict[str, Any]]) -> bool:
         """Untrained weights are not kept: the model has them."""
-        found = best(rows, self.best_by, self.rewards.aims[self.best_by])
-        if epoch and found is rows[-1]:
-            self.state.save_best(self.run.folder / "checkpoints")
+        return epoch > 0 and best(rows, self.best_by, self.rewards.aims[self.best_by]) is rows[-1]
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Where a checkpoint cannot be written all ranks leave, and nobody tries again."""
+        try:
+            with self.together.alone():
+                yield
+        except (InputError, Elsewhere):
+            self.unsaved = True
+            raise
 
     def save(self) -> None:
-        if self.accelerator.is_main_process:
-            self.state.save(self.run.folder / "checkpoints", self.config.log.keep)
+        """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
+        self.state.save(self.run.folder / "checkpoints", self.config.log.keep, self.accelerator.is_main_process)
 
     def save_if_due(self) -> None:
         if self.state.epoch % self.config.log.save_every == 0:
-            self.save()
-
-    def leave(self, torn: bool, together: bool) -> None:
-        """At the end, come as it may: a run that was cut off keeps what is whole and says how to go on."""
-        if not self.finished:
-            if not torn:
+            self._check_weights()
+            with self._saving():
                 self.save()
+
+    def _check_weights(self) -> None:
+        """Ranks that have drifted apart would save one of several models."""
+        if differ := unequal_weights(self.state.parameters, self.accelerator):
+            self.together.agreed, self.unsaved = True, True
+            problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
+            raise InputError("processes", self.accelerator.num_processes, problem)
+
+    def stop_if_broken(self) -> None:
+        """Gradients that are not finite again and again will not mend themselves."""
+        most = self.config.train.max_broken
+        if self.state.broken >= most:
+            self.together.agreed = True  # gradients, and so the count, are the same everywhere
+            problem = f"the last {self.state.broken} optimizer steps had gradients that are not finite"
+            raise InputError("train.max_broken", most, problem, "a lower train.learning_rate or another precision")
+
+    def leave(self) -> None:
+        """At the end, come as it may: a run that was cut off keeps what is whole and says how to go on."""
+        together = self.together
+        if not self.finished:
+            # One process alone cannot save weights that are split.
+            if not together.torn and not self.unsaved and (together.agreed or not self.state.sharded):
+                try:
+                    self.save()
+                except InputError as error:
+                    self.run.say(str(error))
             kept = checkpoints(self.run.folder / "checkpoints")
             after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
             self.run.say(f"stopped; {after} saved. To go on: arborl train --resume {self.run.folder}")
-        if self.finished or together:
+        if self.finished or together.agreed:
             self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing
         self.run.close()
 
     def finish(self) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
         epochs, run, stopped = self.state.epoch, self.run, self.hacked
-        self.save()
+        with self._saving():
+            self.save()
         with run.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()
-        run.log(epochs, metrics)
+        with self.together.alone():
+            run.log(epochs, metrics)
+            self._sum_up(stopped)
         self.finished = True
+
+    def _sum_up(self, stopped: bool) -> None:
+        """What the run came to, for people and in summary.json: with that it is over."""
+        epochs, run = self.state.epoch, self.run
         if stopped:
             run.say("stopped for what looks like reward hacking (eval.watch=stop)")
         if not self.accelerator.is_main_process:
@@ -301,7 +360,7 @@ class Job:
             "epochs": epochs,
             "forwards": self.state.forwards,
             "forward_backwards": self.state.forward_backwards,
-            "peak_memory": peak_memory(self.accelerator.device),
+            "peak_memory": memory_in_use(self.accelerator.device),
         }
         aside = run.folder / "summary.json.tmp"
         aside.write_text(json.dumps(summary, indent=1))
@@ -334,15 +393,3 @@ class Job:
 def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
     """Population standard deviation over the last axis, of what is not NaN."""
     return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: of tensors on a GPU, else of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,15 +1,15 @@
 """A run's folder: configuration, metrics, pictures, trees and checkpoints; and what the terminal shows meanwhile."""
 
+import errno
 import json
-import signal
-import sys
-import threading
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .collect import gather
 from .config import save_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
+from .together import all_or_none
 
 STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evaluate", "checkpoint")
 
@@ -37,17 +37,18 @@ class Run:
         self.trained = 0.0  # seconds of all epochs, evaluation apart
         self.warned: set[str] = set()
         self.console = Console(stderr=True, quiet=not self.main, highlight=False)
-        name = [str(resume or (claim_folder(config) if self.main else ""))]
+        with all_or_none(accelerator):
+            name = [str(resume or (claim_folder(config) if self.main else ""))]
         self.folder = Path(broadcast_object_list(name)[0])
         config.run_name = self.folder.name
-        if self.main:
-            save_config(with_whole_paths(config), self.folder / "config.yaml")
-            self._drop_metrics_from(epoch)
-            self.trained = sum(map(training_seconds, self.read_metrics()))
+        with all_or_none(accelerator):
+            if self.main and resume:
+                self._take_over(config, epoch)
         accelerator.project_configuration.logging_dir = str(self.folder)
         # Epochs that are done again must not be drawn twice.
         options = {"tensorboard": {"purge_step": epoch}, "wandb": {"name": config.run_name}}
-        accelerator.init_trackers("arborl", config=_flat(asdict(config)), init_kwargs=options)
+        with all_or_none(accelerator):
+            accelerator.init_trackers("arborl", config=flat(config), init_kwargs=options)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -77,7 +78,11 @@ class Run:
         return read_rows(self.folder)
 
     def close(self) -> None:
-        self.accelerator.end_training()
+        """Finish the trackers. The process group stays: taking gloo's apart may wait for ever (pytorch/pytorch#179291),
+        another run in this process can use it, and a process that ends takes it along.
+        """
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -88,14 +93,23 @@ class Run:
         self.warned.add(text)
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
-    def _drop_metrics_from(self, epoch: int) -> None:
-        """A resumed run repeats the epochs after its checkpoint: what was logged of them goes."""
-        path = self.folder / "metrics.jsonl"
-        if path.is_file():
-            kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
-            aside = path.with_suffix(".tmp")
-            aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            aside.replace(path)
+    def _take_over(self, config: Config, epoch: int) -> None:
+        """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
+        kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
+        try:
+            write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+            save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
+            (self.folder / ".config.yaml.tmp").replace(self.folder / "config.yaml")
+        except OSError as error:
+            raise InputError("log.dir", self.folder, f"cannot be written to ({error.strerror})") from None
+        self.trained = sum(map(training_seconds, kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there complete or as it was before."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -120,27 +134,34 @@ def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in rows) for name in STAGES}
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting of a configuration by its key."""
+    return _flat(asdict(config))
+
+
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as dotted keys with plain values, as trackers want them."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
+            found |= _flat(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat
+            found[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
 
 
 def changes(before: Config, after: Config) -> list[str]:
     """The settings that differ, each as `key: old -> new`."""
-    old, new = _flat(asdict(before)), _flat(asdict(after))
+    old, new = flat(before), flat(after)
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def check_folder(config: Config) -> None:
-    """A run is never overwritten: its name must be new."""
+def check_folder(config: Config, resume: Path | None) -> None:
+    """A run is never overwritten: its name must be new, or it is the one that goes on."""
     folder = Path(config.log.dir) / config.run_name
-    if config.run_name != "auto" and folder.exists():
+    if resume and not (resume / "config.yaml").is_file():
+        raise InputError("run", resume, "is not a run folder (it has no config.yaml)")
+    if not resume and config.run_name != "auto" and folder.exists():
         raise _taken(config, folder)
 
 
@@ -149,19 +170,43 @@ def _taken(config: Config, folder: Path) -> InputError:
 
 
 def claim_folder(config: Config) -> Path:
-    """Make `<log.dir>/<run_name>`; `auto` takes the next free number. Whoever makes the folder has it."""
+    """Make `<log.dir>/<run_name>` with the settings in it; `auto` takes the next free number.
+
+    Made aside and renamed, so that no run folder is ever without its settings; whoever's rename comes first has it.
+    """
     base, number = Path(config.log.dir), 0
-    while True:
-        number += 1
-        folder = base / (f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name)
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if config.run_name != "auto":
-                raise _taken(config, folder) from None
-        except OSError as error:
-            raise InputError("log.dir", config.log.dir, f"cannot make {folder} ({error.strerror})") from None
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=base))
+    except OSError as error:
+        raise InputError("log.dir", base, f"cannot be written to ({error.strerror})") from None
+    try:
+        aside.chmod(0o777 & ~_umask())
+        while True:
+            number += 1
+            name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
+            folder = base / name
+            save_config(replace(with_whole_paths(config), run_name=name), aside / "config.yaml")
+            try:
+                if folder.exists():
+                    raise FileExistsError
+                return aside.rename(folder)
+            except OSError as error:
+                if error.errno not in (None, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                if config.run_name != "auto":
+                    raise _taken(config, folder) from None
+    except OSError as error:
+        raise InputError("log.dir", base, f"cannot make a run folder ({error.strerror})") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    """What the user's own folders are made with; mkdtemp's are for the user alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def trackers(config: Config) -> list[str]:
@@ -218,56 +263,3 @@ class Bar:
             of = f"/{int(task.total)}" if task.total else ""
             self.run.say(f"epoch {int(task.completed)}{of}: {text}{eta} {split}")
             self.last_line = time.monotonic()
-
-
-class Interrupts:
-    """Ctrl-C and SIGTERM: at once where nothing is half done, after the update where something would be.
-
-    Several processes must leave together, so there they wait for the end of the epoch. Both signals arrive as
-    KeyboardInterrupt; a second one is never held back.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.torn = False  # weights, counters and metrics are on their way from one epoch to the next
-        self.waiting = False  # an interrupt has come and is held back
-        self.together = False  # all processes have agreed to leave
-        self.since = 0.0
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        together = self.accelerator.num_processes > 1
-        if together and self.waiting and time.monotonic() - self.since < 2:
-            return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
-        if (self.torn or together) and not self.waiting:
-            self.waiting, self.since = True, time.monotonic()
-            if self.accelerator.is_main_process:
-                when = "this epoch" if together else "this epoch's update"
-                print(f"\nfinishing {when} before leaving; interrupt again to leave at once", file=sys.stderr)
-            return
-        raise KeyboardInterrupt
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python hands signals to the main thread alone; elsewhere whoever runs us deals with them
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, the first interrupt waits for the end of the block, where all processes agree to leave.
-
-        Whatever else leaves the block early, an error or a second interrupt, leaves it `torn`.
-        """
-        self.torn = True
-        yield
-        self.torn = False
-        waiting = torch.tensor([float(self.waiting)])
-        if bool(gather(waiting, self.accelerator).any()):
-            self.waiting, self.together = False, True
-            raise KeyboardInterrupt

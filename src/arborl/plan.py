@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -18,9 +19,14 @@ from .core.prune import Pruning, prune, slid
 from .core.schedule import Schedule, window_start
 from .core.tree import Plan, Tail
 from .models import model_class
+from .prompts import deal
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
+MOST_STEPS, MOST_LEAVES, MOST_EDGES, MOST_CALLS = 1000, 4096, 2**21, 2**24
+"""Of a trajectory, of a prompt, of all places of a window, and of a process in an epoch. What is beyond is a slip of
+the pen, and is refused before it can fill the memory.
+"""
 
 
 def kernel_of(config: Config) -> str:
@@ -33,9 +39,26 @@ def eta_of(config: Config) -> float:
     return USUAL_ETA[kernel_of(config)] if config.kernel.eta is None else config.kernel.eta
 
 
+def grid(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
+    """The model's table of denoising steps."""
+    if steps > MOST_STEPS:
+        raise InputError(key, steps, "is more than any model was made for", f"at most {MOST_STEPS}")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of divisions that the check of the levels will find
+            return model_class(config).grid(config, steps)
+    except InputError:
+        raise
+    except ValueError:
+        sample = config.sample
+        problem = f"gives no falling noise levels with sample.sigmas={sample.sigmas} and sample.shift={sample.shift}"
+        raise InputError(key, steps, problem, "other steps, or another shift") from None
+
+
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     """The trees of one prompt at an epoch."""
-    kernel = kernel_of(config)
+    kernel, most = kernel_of(config), config.tree.max_leaves
+    if most > MOST_LEAVES:
+        raise InputError("tree.max_leaves", most, "is more than can be held", f"at most {MOST_LEAVES}")
     knobs = asdict(config.tree) | asdict(config.kernel) | asdict(config.sample)  # a plan takes those it knows
     knobs |= {"eta": eta_of(config), "tail": Tail(config.sample.tail_solver, config.sample.tail_steps)}
     if config.tree.split_noise_scale is None:
@@ -89,20 +112,31 @@ def work(config: Config, plan: Plan, epoch: int) -> Work:
     Exact where all leaves have scores, but for `prune.width_mode` 2, whose best and worst chains may share a parent:
     there it is the most.
     """
-    prompts = config.sample.num_prompts
-    rising = torch.arange(plan.edges, dtype=torch.float64).expand(prompts, -1)
-    keep = prune(plan, rising, pruning(config, plan, epoch), fold(config.seed, epoch), torch.arange(prompts))
-    parents = torch.zeros(prompts, plan.nodes).index_add(1, plan.parent, keep.float())
-    return Work(plan.forwards * prompts, int((parents > 0).sum()))
+    prompts, how = deal(config.sample).share, pruning(config, plan, epoch)
+    rising = torch.arange(plan.edges, dtype=torch.float64)[None]
+    keep = prune(plan, rising, how._replace(step_fraction=1.0))  # the same for every prompt
+    if how.step_fraction < 1:
+        key, ids = fold(config.seed, epoch), torch.arange(prompts)
+        keep = keep & prune(plan, rising.expand(prompts, -1), how._replace(width_mode=0), key, ids)
+    parents = torch.zeros(len(keep), plan.nodes).index_add(1, plan.parent, keep.float())
+    return Work(plan.forwards * prompts, int((parents > 0).sum()) * prompts // len(keep))
 
 
 def places(config: Config) -> list[tuple[int, Plan]]:
     """(epoch of its first visit, plan) for every place the window comes to; at an epoch it stands at number
     (epoch // tou) modulo their count.
     """
-    schedule = model_class(config).grid(config, config.sample.num_steps)
+    schedule = grid(config, config.sample.num_steps)
     positions = window_positions(config, schedule)
     visited = positions // math.gcd(positions, config.tree.s)
+    edges = make_plan(config, schedule, 0).edges  # no other place has more
+    if edges * visited > MOST_EDGES:
+        problem = f"the trees have {edges} edges at each of {visited} places of the window"
+        raise InputError("sample.num_steps", config.sample.num_steps, problem, f"{MOST_EDGES} edges in all")
+    if edges * (prompts := deal(config.sample).share) > MOST_CALLS:
+        key = "num_prompts" if config.sample.prompts_per_epoch is None else "prompts_per_epoch"
+        problem = f"a process cannot go along {edges} edges for each in an epoch"
+        raise InputError(f"sample.{key}", prompts, problem, f"at most {MOST_CALLS // edges}")
     epochs = [move * config.tree.tou for move in range(visited)]
     return [(epoch, make_plan(config, schedule, epoch)) for epoch in epochs]
 
@@ -140,14 +174,16 @@ def epochs_within(config: Config, compute: float) -> int:
 def stages(config: Config) -> Iterator[tuple[int, Plan]]:
     """(epoch, plan) for every combination of a window's place and what is pruned that the run comes to."""
     around, prune, epochs = places(config), config.prune, config.train.epochs
-    slides = [n * prune.slide_interval for n in range(1, max(prune.depth, default=0) + 1)] if prune.depth_slide else []
+    # No depth is below the last step; one that is said to be is refused as soon as the first of these is looked at.
+    moves = min(max(prune.depth, default=0), config.sample.num_steps) if prune.depth_slide else 0
+    slides = [n * prune.slide_interval for n in range(1, moves + 1)]
     changes = sorted({0, *slides, math.ceil(prune.until * epochs), epochs})
     for start, stop in itertools.pairwise(changes):
         # After one round of the window everything comes again, until what is pruned changes.
-        until = min(stop, epochs, start + len(around) * config.tree.tou)
-        for epoch in range(start, until):
-            if epoch == start or epoch % config.tree.tou == 0:
-                yield epoch, around[epoch // config.tree.tou % len(around)][1]
+        tou = config.tree.tou
+        until = min(stop, epochs, start + len(around) * tou)
+        for epoch in [start, *range((start // tou + 1) * tou, until, tou)] if start < until else ():
+            yield epoch, around[epoch // tou % len(around)][1]
 
 
 def check_plan(config: Config) -> None:
@@ -156,6 +192,12 @@ def check_plan(config: Config) -> None:
     if settings.until < 1 and config.train.max_seconds:
         problem = "a run that stops by the clock has no share of it that could be known beforehand"
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
+    pictures, steps = config.eval.num_prompts, config.eval.num_steps or config.sample.num_steps
+    if config.eval.num_steps:
+        grid(config, steps, "eval.num_steps")
+    if pictures * steps > MOST_CALLS:
+        problem = f"an evaluation cannot take {steps} steps for each"
+        raise InputError("eval.num_prompts", pictures, problem, f"at most {MOST_CALLS // steps}")
     for epoch, plan in stages(config):
         if len(plan.leaves) < 2:
             keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"
@@ -179,7 +221,7 @@ def warnings_about(config: Config) -> list[str]:
     """What works but should be known: steps that leave more noise than the schedule can remove."""
     if config.tree.plan != "flat" or not config.kernel.excess_noise:
         return []
-    schedule = model_class(config).grid(config, config.sample.num_steps)
+    schedule = grid(config, config.sample.num_steps)
     kernel, eta = kernel_of(config), eta_of(config)
     breaks = sde_able(schedule, kernel, eta, excess=True) & ~sde_able(schedule, kernel, eta)
     if not breaks.any():
@@ -190,7 +232,7 @@ def warnings_about(config: Config) -> list[str]:
 
 def flat_equivalent(config: Config, leaves: int) -> Plan:
     """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained."""
-    schedule = model_class(config).grid(config, config.sample.num_steps)
+    schedule = grid(config, config.sample.num_steps)
     return plans.flat(
         schedule,
         kernel_of(config),
@@ -205,7 +247,7 @@ def flat_equivalent(config: Config, leaves: int) -> Plan:
 
 def forecast(config: Config) -> dict[str, Any]:
     """Counts per process and epoch, for every place of the window, and for flat GRPO with as many pictures."""
-    prompts, around = config.sample.num_prompts, places(config)
+    prompts, around = deal(config.sample).share, places(config)
     leaves = len(around[0][1].leaves)
     flat = flat_equivalent(config, leaves)
     whole = Work(flat.forwards * prompts, len(flat.trained_parents) * prompts)

@@ -2,6 +2,8 @@
 
 import os
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +14,106 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    broadcast_object_list,
     parse_flag_from_env,
+    patch_environment,
 )
 
-from . import log
-from .checkpoint import Ema, State, drop_best_from, latest, trainable
+from . import log, shard
+from .checkpoint import Ema, State, clear, drop_best_from, head_of, newest_sound, set_aside, trainable
 from .config import read_config
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed, texts_of_a_run
+from .fit import geometry, settle
 from .inputs import load_inputs, probe
 from .job import Job
-from .models import load_model
+from .models import Model, load_model
 from .plan import check_plan, warnings_about
+from .prompts import Prompts, deal
+from .rewards import Rewards
+from .together import Together, all_or_none
 
 
 def prepare(config: Config, resume: Path | None = None) -> Job:
     """Check everything a user can get wrong, load it, and only then make the run's folder."""
     check_plan(config)
-    checkpoint = latest(resume) if resume else log.check_folder(config)
-    trackers = log.trackers(config)
-    rewards, prompts, held_out = load_inputs(config)
     accelerator = start_accelerator(
         config,
-        log_with=[*trackers] or None,
+        log_with=[*log.trackers(config)] or None,
         project_config=ProjectConfiguration(logging_dir=config.log.dir),  # the run's own folder, once it is made
-        # Accumulation is ours; a launcher's setting would only scale the gradient.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        # Buffers never change here, and a rank may be ahead of another inside a rollout.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    with all_or_none(accelerator):
+        log.check_folder(config, resume)
+        found = [newest_sound(resume) if resume and accelerator.is_main_process else (None, {})]  # it reads all of it
+    checkpoint, damaged = broadcast_object_list(found)[0]
+    with all_or_none(accelerator):
+        head = head_of(checkpoint) if checkpoint else {"epoch": 0, "prompts": 0}
+        if resume:
+            check_goes_on(config, resume, head["epoch"])
+    parts = assemble(config, accelerator, head)
+    state = parts.state
+    if checkpoint:
+        with all_or_none(accelerator):
+            state.load(checkpoint)
+    changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
+    run = log.Run(config, accelerator, resume, state.epoch)
+    with all_or_none(accelerator):
+        if resume and accelerator.is_main_process:
+            clear(resume / "checkpoints")
+            drop_best_from(resume / "checkpoints", state.epoch)
+            for path, problem in damaged.items():
+                kept = set_aside(path)
+                run.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
+    for text in parts.told:
+        run.say(text)
+    for text in changed:
+        run.say(f"changed from epoch {state.epoch} on: {text}")
+    for text in warnings_about(config):
+        run.warn_once(text)
+    together = Together(accelerator, state.sharded)
+    return Job(config, accelerator, parts.model, parts.rewards, parts.prompts, parts.held_out, state, run, together)
+
+
+def check_goes_on(config: Config, run: Path, epoch: int) -> None:
+    """There must be something left to do."""
+    train, over = config.train, (run / "summary.json").exists()
+    if train.epochs < epoch or (train.epochs == epoch and over):
+        raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", "more, to go on")
+    used = sum(log.training_seconds(row) for row in log.read_rows(run) if row["epoch"] < epoch)
+    if 0 < train.max_seconds <= used and over:
+        problem = f"the run has trained for {used:.0f} s already"
+        raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
+
+
+@dataclass
+class Assembled:
+    """What is trained and on what, before there is a run."""
+
+    model: Model
+    rewards: Rewards
+    prompts: Prompts
+    held_out: Prompts
+    state: State
+    told: list[str]  # what came of it that is worth a line
+
+
+def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) -> Assembled:
+    """Inputs found, prompts encoded, the model loaded, wrapped or split, with an optimizer. `head` says how far a run
+    has come.
+    """
+    with all_or_none(accelerator):
+        rewards, prompts, held_out = load_inputs(config)
+    ahead = deal(config.sample, accelerator.num_processes).total * (config.train.epochs - head["epoch"])
     # Before the model: a large text encoder and what is trained need not fit into memory together.
-    encoded = embed(config, texts_of_a_run(config, prompts, held_out, accelerator.num_processes), accelerator)
-    model = load_model(config, accelerator.device)
-    probe(model, rewards, prompts)
+    embedded = embed(config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator)
+    with all_or_none(accelerator):
+        model = load_model(config, accelerator.device)
+        probe(model, rewards, prompts)
+    split = shard.asked_for(config)
+    if split:
+        for module in filter(None, [model.module, model.frozen]):
+            shard.shard(module, accelerator)
     parameters = trainable(model.module)
     train = config.train
     optimizer = torch.optim.AdamW(
@@ -58,38 +126,32 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
     with warnings.catch_warnings():
         # torch renames broadcast_buffers; accelerate knows the old name only.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        model.module, optimizer = accelerator.prepare(model.module, optimizer)
-    if model.frozen is not None:  # the reference must compute in the policy's own precision
-        model.frozen = accelerator.prepare_model(model.frozen, evaluation_mode=True)
+        # Without training in mind: what is split needs no wrapper, and a reference none either. Both need the
+        # precision of the policy.
+        model.module = accelerator.prepare_model(model.module, device_placement=not split, evaluation_mode=split)
+    if model.frozen is not None:
+        model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
     state = State(parameters, optimizer, Ema(parameters, train.ema_decay, train.ema_every))
-    if checkpoint:
-        state.load(checkpoint)
-    if resume and train.epochs <= state.epoch and (train.epochs < state.epoch or (resume / "summary.json").exists()):
-        raise InputError("train.epochs", train.epochs, f"the run has {state.epoch} epochs already", "more, to go on")
-    used = (
-        sum(log.training_seconds(row) for row in log.read_rows(resume) if row["epoch"] < state.epoch) if resume else 0
-    )
-    if resume and 0 < train.max_seconds <= used and (resume / "summary.json").exists():
-        problem = f"the run has trained for {used:.0f} s already"
-        raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
-    changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
-    run = log.Run(config, accelerator, resume, state.epoch)
-    if resume and accelerator.is_main_process:
-        drop_best_from(resume / "checkpoints", state.epoch)
-    if encoded:
-        run.say(str(encoded))
-    for text in changed:
-        run.say(f"changed from epoch {state.epoch} on: {text}")
-    for text in warnings_about(config):
-        run.warn_once(text)
-    return Job(config, accelerator, model, rewards, prompts, held_out, state, run)
+    told = [str(embedded)] if embedded else []
+    told += settle(config, model, state, accelerator, prompts.texts[0])
+    told += geometry(config, accelerator.num_processes)
+    return Assembled(model, rewards, prompts, held_out, state, told)
 
 
 def start_accelerator(config: Config, **options: Any) -> Accelerator:
     """This process's device and precision, whatever ran in it before."""
     # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
     AcceleratorState._reset_state()
-    return Accelerator(mixed_precision=precision(config), **options)
+    shard.asked_for(config)  # says so if the launcher asks for what we cannot
+    with patch_environment(accelerate_use_fsdp="false"):  # weights are split by us (shard.py)
+        return Accelerator(
+            mixed_precision=precision(config),
+            # Accumulation is ours; a launcher's setting would only scale the gradient.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            # Buffers never change here, and a rank may be ahead of another inside a rollout.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+            **options,
+        )
 
 
 def precision(config: Config) -> str:

@@ -1,14 +1,17 @@
-"""Prompt files, and which prompts an epoch sees: a function of (seed, epoch), so there is nothing to save."""
+"""Prompt files, and which prompts an epoch sees: a function of the seed and of how many were dealt out before."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
+from .config.schema import SampleConfig
 from .core.errors import InputError
 
 
@@ -75,26 +78,45 @@ def _row(key: str, path: str, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def epoch_indices(total: int, per_epoch: int, epoch: int, seed: int) -> list[int]:
-    """The prompts of an epoch, over all ranks: the file is dealt out pass by pass, each pass in its own order."""
+class Deal(NamedTuple):
+    """How an epoch's prompts are shared out."""
+
+    total: int  # over all processes
+    share: int  # places a process has; those beyond the total stay empty
+
+
+def deal(sample: SampleConfig, processes: int = 1) -> Deal:
+    total = sample.prompts_per_epoch or sample.num_prompts * processes
+    return Deal(total, math.ceil(total / processes))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A process's part of an epoch's prompts."""
+
+    prompts: Prompts
+    ids: Int[Tensor, " prompts"]  # their places among those of all processes: noise follows these
+    total: int  # of all processes; a prompt in a place from here on only fills up, and is not learnt from
+
+    @property
+    def real(self) -> int:
+        return int((self.ids < self.total).sum())
+
+
+def share_of(prompts: Prompts, how: Deal, rank: int, start: int, seed: int) -> Share:
+    """What a process draws, where `start` prompts have been dealt out before."""
+    chosen = dealt(len(prompts), start, how.total, seed)
+    ids = torch.arange(rank * how.share, (rank + 1) * how.share)
+    return Share(prompts.take([chosen[min(i, how.total - 1)] for i in ids.tolist()]), ids, how.total)
+
+
+def dealt(total: int, start: int, count: int, seed: int) -> list[int]:
+    """`count` prompts from a place on: the file is dealt out pass by pass, each pass in its own order."""
     indices: list[int] = []
-    position = epoch * per_epoch
-    while len(indices) < per_epoch:
-        order = _shuffled(total, seed, position // total)
-        taken = order[position % total :][: per_epoch - len(indices)].tolist()
-        indices += taken
-        position += len(taken)
+    while len(indices) < count:
+        turn, place = divmod(start + len(indices), total)
+        indices += _shuffled(total, seed, turn)[place:][: count - len(indices)].tolist()
     return indices
-
-
-def epochs_indices(total: int, per_epoch: int, epochs: range, seed: int) -> list[int]:
-    """The prompts that some epochs see between them, each once."""
-    seen: dict[int, None] = {}
-    for epoch in epochs:
-        seen |= dict.fromkeys(epoch_indices(total, per_epoch, epoch, seed))
-        if len(seen) == total:
-            break
-    return list(seen)
 
 
 def _shuffled(total: int, seed: int, turn: int) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .batches import batches
+from .batches import batches, settled
 from .config.schema import SampleConfig
 from .core.kernels import Coefficients, transition
 from .core.noise import Key, normal
@@ -44,7 +44,7 @@ def rollout(
     first = 0  # the number of the frontier's first node
     for level in plan.levels:
         x = frontier[:, level.parents - first]
-        v = predict(model, x, plan.timestep[level.parents], cond, config.batch_size, config.pad_batches)
+        v = predict(model, x, plan.timestep[level.parents], cond, settled(config.batch_size), config.pad_batches)
         if clean is not None:
             clean[level.parents] = clean_of(plan, level.parents, x[:1], v[:1])[0]
         children = plan.child[level.edges]

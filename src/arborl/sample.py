@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from .batches import settled
 from .config.schema import Config
 from .core.errors import InputError
 from .draw import save_picture, sheet
@@ -38,7 +39,9 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
     seeds = [config.seed + i for i in range(count)]
     noise = noise_of_seeds(seeds, model.latent_shape)
     leaves = generate(model, prompts, torch.arange(count), config, noise)[:, 0]
-    pictures = torch.cat([as_bytes(model.decode(part)) for part in leaves.split(config.sample.decode_batch_size)])
+    pictures = torch.cat(
+        [as_bytes(model.decode(part)) for part in leaves.split(settled(config.sample.decode_batch_size))]
+    )
     files = [save_picture(picture, to / f"{i:05d}") for i, picture in enumerate(pictures)]
     rows = [
         {"file": file.name, "prompt": text, "seed": seed}

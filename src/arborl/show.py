@@ -10,12 +10,13 @@ from .config.schema import Config
 from .core.prune import Pruning, prune
 from .draw import profile, sketch
 from .plan import BACKWARD_COST, plans_of_a_run, pruning
+from .prompts import deal
 
 
 def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
     """A plan's tree, its cost at every place of its window beside flat GRPO's, and what is counted."""
     plans = plans_of_a_run(config)
-    first, prompts = plans[0][1], config.sample.num_prompts
+    first, prompts = plans[0][1], deal(config.sample).share
     if len(first.leaves) // first.roots <= 32:
         out.print(
             f"One of {first.roots} tree(s) a prompt; ═ stochastic, ─ ODE:", *sketch(first), sep="\n", markup=False

@@ -5,7 +5,7 @@ from pathlib import Path
 from .config.schema import Config
 from .core.noise import fold
 from .core.prune import prune
-from .log import Bar, Interrupts
+from .log import Bar
 from .plan import make_plan, pruning
 from .prepare import prepare
 from .rollout import rollout
@@ -16,39 +16,44 @@ def train(config: Config, resume: Path | None = None) -> Path:
     """Run `config.train.epochs` epochs, from the start or from a run's last checkpoint; returns the run's folder."""
     job = prepare(config, resume)
     model, run, state = job.model, job.run, job.state
+    together = job.together
     schedule = model.schedule(config.sample.num_steps)
-    interrupts = Interrupts(job.accelerator)
     try:
-        with interrupts.watched(), Bar(run, state.epoch, job.epochs) as bar:
+        with together.watched(), Bar(run, state.epoch, job.epochs) as bar:
             while job.goes_on():
                 epoch = state.epoch
                 with run.stage("evaluate"):
                     evaluation = job.evaluate_if_due(epoch)
                 if job.hacked:
                     break
-                with run.stage("encode"):
-                    prompts, prompt_ids = job.prompts_of(epoch)
-                    cond = model.encode(prompts.texts)
-                with run.stage("rollout"):
+                with run.stage("encode"), together.alone():
+                    share = job.share()
+                    cond = model.encode(share.prompts.texts)
+                with run.stage("rollout"), together.sampling():
                     plan = make_plan(config, schedule, epoch)
                     key = fold(config.seed, epoch)
-                    record = rollout(model, plan, cond, key, prompt_ids, config.sample, keep_clean=job.records(epoch))
-                with run.stage("score"):
-                    scores = job.score(record, prompts)
+                    record = rollout(model, plan, cond, key, share.ids, config.sample, keep_clean=job.records(epoch))
+                with run.stage("score"), together.alone():
+                    scores = job.score(record, share)
                 with run.stage("advantage"):
+                    job.tell_failures(scores, share)
                     advantage = job.advantage(plan, scores, record)
-                    keep = prune(plan, advantage, pruning(config, plan, epoch), key, prompt_ids)
-                with run.stage("record"):
-                    job.keep_tree_if_due(epoch, prompts, record, scores, advantage, keep)
+                    keep = prune(plan, advantage, pruning(config, plan, epoch), key, share.ids)
+                with run.stage("record"), together.alone():
+                    job.keep_tree_if_due(epoch, share, record, scores, advantage, keep)
                 # Weights, averages, counters and metrics move on together or not at all.
-                with interrupts.held():
+                with together.held():
                     with run.stage("update"):
-                        stats = update(model, state, job.accelerator, record, advantage, keep, config, key)
-                    metrics = job.complete_epoch(plan, scores, advantage, stats)
-                    bar.advance(run.log(epoch, metrics | evaluation))
+                        stats = update(
+                            model, state, job.accelerator, record, advantage, keep, config, key, share, not job.examined
+                        )
+                    metrics = job.complete_epoch(plan, scores, advantage, stats, share)
+                    with together.alone():
+                        bar.advance(run.log(epoch, metrics | evaluation))
+                job.stop_if_broken()
                 with run.stage("checkpoint"):
                     job.save_if_due()
-        job.finish()
+            job.finish()
     finally:
-        job.leave(interrupts.torn, interrupts.together)
+        job.leave()
     return run.folder

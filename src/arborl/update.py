@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,9 +11,11 @@ import torch
 from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from .batches import batches
+from .batches import batches, settled
 from .checkpoint import State
+from .collect import gather
 from .config.schema import Config, TrainConfig
 from .core.kernels import Coefficients, transition
 from .core.loss import clipped_surrogate
@@ -21,7 +23,9 @@ from .core.noise import Key
 from .core.plain import like
 from .core.tree import Plan
 from .models.base import Model
+from .prompts import Share
 from .record import Record
+from .shard import is_sharded
 
 SUMS = ("edges", "parents", "loss", "ratio", "clip_ratio", "approx_kl", "kl")
 
@@ -41,6 +45,7 @@ class Stats:
     broken: int = 0  # the gradient was not finite
     groups: int = 0  # of trained weights: those of one kind of layer, wherever it stands
     unreached: list[str] = field(default_factory=list)  # the groups without a gradient in the first step
+    unequal: list[str] = field(default_factory=list)  # parameters whose gradients differed between ranks in that step
 
     def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
@@ -71,62 +76,94 @@ def update(
     keep: Bool[Tensor, "prompts edges"],
     config: Config,
     key: Key,
+    share: Share,
+    examine: bool = True,
 ) -> Stats:
     """`train.updates` optimizer steps over a seeded partition of the parents.
 
     A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
     change it. A step none of whose edges has an advantage is left out on every rank, unless there is a KL to follow.
+    `examine` looks where the first step's gradients came to, and whether all ranks have the same.
     """
     stats, train = Stats(), config.train
-    prompts = len(advantage)
-    part_of = _partition(record.plan, prompts * accelerator.num_processes, train.updates, key)
-    part_of = part_of[accelerator.process_index * prompts :][:prompts]
+    part_of = _partition(record.plan, share.total, train.updates, key)[share.ids.clamp_max(share.total - 1)]
     for part in range(train.updates):
         edges = _edges(record.plan, keep.cpu() & (part_of[:, record.plan.parent] == part))
-        queue = list(batches(len(edges.parents), train.batch_size, config.sample.pad_batches))
+        queue = list(batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches))
         useful = int((advantage[edges.prompt, edges.edge] != 0).any())
         count, useful, calls = _across_ranks(accelerator, len(edges.edge), useful, len(queue))
         if count == 0 or (useful == 0 and train.kl == 0):
             stats.skipped += 1
             continue
         for call in range(calls):
-            with nullcontext() if call + 1 == calls else accelerator.no_sync(model.module):
+            # Split weights have their gradients summed at every call: kept whole, they would cost what was saved.
+            waits = call + 1 < calls and not state.sharded
+            with accelerator.no_sync(model.module) if waits else nullcontext():
                 if call < len(queue):
                     batch = edges.batch(*queue[call])
                     loss = _loss(model, record, advantage, batch, train, stats, first=stats.steps == 0)
                 else:
-                    loss = _idle_loss(model, record)
-                # DDP averages gradients over the ranks; the loss is a mean over the edges of all of them.
+                    loss = _idle_loss(model, record, with_reference=train.kl > 0)
+                # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
                 accelerator.backward(loss * (accelerator.num_processes / count))
-        if stats.steps == 0:
-            reached = gradients_by_group(state.parameters)
+        if examine and stats.steps == 0:
+            sizes = gradient_sizes(state.parameters, accelerator)
+            stats.unequal = unequal(sizes)
+            reached = reached_groups({name: max(ranks) for name, ranks in sizes.items()})
             stats.groups, stats.unreached = len(reached), [name for name, found in reached.items() if not found]
-        norm = float(accelerator.clip_grad_norm_(state.parameters.values(), train.max_grad_norm) or 0.0)
+        norm = clip_gradients(state.parameters.values(), train.max_grad_norm)
         stats.grad_norm = norm if norm != norm else max(stats.grad_norm, norm)
         if math.isfinite(norm):
             state.optimizer.step()
             state.ema.step()
             stats.steps += 1
+            state.broken = 0
         else:  # gradients are the same on all ranks by now, so all of them come here together
             stats.broken += 1
+            state.broken += 1
         state.optimizer.zero_grad(set_to_none=True)
     return stats
 
 
-def gradients_by_group(parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
+    """Scale gradients down to a norm of at most `most`; the norm they had, over all ranks."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    return float(norm)
+
+
+def gradient_sizes(
+    parameters: Mapping[str, nn.Parameter], accelerator: Accelerator | None = None
+) -> dict[str, list[float]]:
+    """The largest entry of each parameter's gradient, rank by rank; of one that is split, that of the whole."""
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values()]
+    found = [grad for grad in local if grad is not None and grad.numel()]
+    sizes = torch.zeros(len(local))
+    if found:
+        known = torch.tensor([grad is not None and grad.numel() > 0 for grad in local])
+        sizes[known] = torch.stack(torch._foreach_norm(found, float("inf"))).float().cpu()  # one wait
+    everyone = gather(sizes[None], accelerator)
+    split = torch.tensor([is_sharded(p) for p in parameters.values()])
+    everyone = torch.where(split, everyone.amax(0), everyone)
+    return dict(zip(parameters, everyone.T.tolist(), strict=True))
+
+
+def unequal(sizes: Mapping[str, Sequence[float]]) -> list[str]:
+    """The parameters whose gradients are not the same on all ranks, as they must be once they are summed."""
+    return [name for name, ranks in sizes.items() if max(ranks) - min(ranks) > 1e-4 * max(ranks)]
+
+
+def reached_groups(sizes: Mapping[str, float]) -> dict[str, bool]:
     """Whether a gradient other than zero has reached each kind of layer.
 
     Both halves of an adapter belong together, as one starts at zero and so gives the other no gradient at first; and
     so do a layer's copies in all blocks, as a last block may well have parts that lead nowhere.
     """
-    named = [(name, p.grad) for name, p in parameters.items()]
-    gradients = [grad for _, grad in named if grad is not None]
-    sizes = torch.stack(torch._foreach_norm(gradients, float("inf"))).tolist() if gradients else []  # one wait
-    found = iter(sizes)
     reached: dict[str, bool] = {}
-    for name, grad in named:
+    for name, size in sizes.items():
         group = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", re.sub(r"\.lora_[AB]\..*", "", name))
-        size = 0.0 if grad is None else next(found)
         reached[group] = reached.get(group, False) or size != 0  # not finite is told elsewhere
     return reached
 
@@ -175,11 +212,15 @@ def _loss(
     return loss
 
 
-def _idle_loss(model: Model, record: Record) -> Float[Tensor, ""]:
-    """A forward whose gradient is zero: ranks must run the same number of backward passes, also those out of work."""
+def _idle_loss(model: Model, record: Record, with_reference: bool) -> Float[Tensor, ""]:
+    """A forward whose gradient is zero: ranks must make the same calls, also those out of work."""
     x = record.latents[:1, 0].to(model.device)
-    first = torch.zeros(1, dtype=torch.long, device=model.device)
-    return 0.0 * model.predict(x, like(record.plan.timestep[:1], x), record.cond[first]).sum()
+    t, cond = like(record.plan.timestep[:1], x), record.cond[torch.zeros(1, dtype=torch.long, device=model.device)]
+    loss = 0.0 * model.predict(x, t, cond).sum()
+    if with_reference:  # its weights may be split over the ranks too
+        with torch.no_grad(), model.reference():
+            model.predict(x, t, cond)
+    return loss
 
 
 def _edges(plan: Plan, keep: Bool[Tensor, "prompts edges"]) -> Edges:

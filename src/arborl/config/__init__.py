@@ -2,11 +2,16 @@
 
 import dataclasses
 import difflib
+import math
+import operator
 import re
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -15,13 +20,23 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from ..core.errors import InputError
+from ..core.errors import InputError, shortened
 from .schema import Config, RewardConfig
 
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
+MOST_BYTES, MOST_VALUES = 2**17, 10_000
+"""Of a user's yaml file, its aliases written out; what is longer is no configuration, and could fill the memory."""
+PATHS = ("path", "cache", "dir", "prompts", "backbone", "tokenizer")
+"""Knobs of these names may name a place on disk."""
+LIMITS = {
+    "above": ("above {}", operator.gt),
+    "low": ("{} or more", operator.ge),
+    "below": ("below {}", operator.lt),
+    "high": ("at most {}", operator.le),
+}
+"""The bounds of a number in words, and what holds within them; for nan, which is unlike everything, none does."""
 
 
 def presets() -> list[str]:
@@ -51,41 +66,38 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
 
 def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
-    folder, name, search = _locate(name)
     given = {_check_override(text).key_or_group: text for text in overrides}
     chosen = [text for text in overrides if _check_override(text).key_or_group in groups()]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        try:
+    with _one_line_errors("--config-name", name, overrides):
+        folder, name, search = _locate(name)
+        GlobalHydra.instance().clear()
+        # Without `_self_` in its defaults list a file's own settings come last, which needs no warning.
+        quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+        with quiet, initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             composed = compose(config_name=name, overrides=[*search, *chosen])
             if "model.path" in given and not given.keys() & {"model", "model.family"}:
                 family = _family_at(str(_parse(given["model.path"]).value()))
                 if family != composed.model.family:  # another kind than the preset's: with settings of its own
                     composed = compose(config_name=name, overrides=[*search, *chosen, f"model={family}"])
-            composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
-            # Single keys come last, on the whole schema: a reward's name is the user's own, a preset may lack parts.
-            for text in overrides:
-                if text not in chosen:
-                    _apply(composed, text)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise _one_line(error, overrides) from None
-        except YAMLError as error:
-            raise InputError("--config-name", name, f"is not yaml ({' '.join(str(error).split())})") from None
-    return _as_object(composed)
+        composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
+        # Single keys come last, on the whole schema: a reward's name is the user's own, a preset may lack parts.
+        for text in overrides:
+            if text not in chosen:
+                _apply(composed, text)
+        return _as_object(composed)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration a run was started with, from its folder, with overrides on top."""
-    try:
+    with _one_line_errors("config", path, overrides):
+        _check_yaml("config", path)
         merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
         for text in overrides:
             key = _check_override(text).key_or_group
             if key in groups():
                 raise InputError(key, text.split("=", 1)[-1], "a run keeps its groups", "overrides of single keys")
             _apply(merged, text)
-    except OmegaConfBaseException as error:
-        raise _one_line(error, overrides) from None
-    return _as_object(merged)
+        return _as_object(merged)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -130,10 +142,35 @@ def _locate(name: str) -> tuple[Path, str, list[str]]:
         path = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml").resolve()
         if not path.is_file():
             raise InputError("--config-name", name, "there is no such file")
+        if path.suffix != ".yaml":
+            raise InputError("--config-name", name, "Hydra knows a file by its ending", f"{path.stem}.yaml")
+        _check_yaml("--config-name", path)
         return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
     if name not in presets():
         raise InputError("--config-name", name, f"no such preset{_nearest(name, presets())}", ", ".join(presets()))
     return FOLDER, name, []
+
+
+def _check_yaml(key: str, path: Path) -> None:
+    """A file of settings by name, of moderate size, before anything makes copies of what is in it."""
+    if path.stat().st_size > MOST_BYTES:
+        raise InputError(key, path, "is too long for a configuration", f"at most {MOST_BYTES} bytes")
+    document = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    if not isinstance(document, yaml.MappingNode):
+        raise InputError(key, path, "holds no settings", "yaml with a key and a value a line")
+    if _values(document, {}) > MOST_VALUES:
+        raise InputError(key, path, "its aliases make it too large", f"at most {MOST_VALUES} values")
+
+
+def _values(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a document has when its aliases are written out; endless where one holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        known[id(node)] = 1 + sum(
+            _values(each, known) for part in parts for each in (part if isinstance(part, tuple) else (part,))
+        )
+    return known[id(node)]
 
 
 def _family_at(path: str) -> str:
@@ -146,28 +183,23 @@ def _family_at(path: str) -> str:
 def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
-    except HydraException:
+    except (HydraException, RecursionError, ValueError):  # also lists in lists without end, numbers of 5000 digits
         raise InputError("override", text, "cannot be read", "key=value") from None
 
 
 def _apply(config: DictConfig, text: str) -> None:
     """One override of a single key, put into a composed configuration."""
     override = _parse(text)
-    parts = override.key_or_group.split(".")
-    with open_dict(config):
+    key, parts = override.key_or_group, override.key_or_group.split(".")
+    with open_dict(config), _one_line_errors(key, text.split("=", 1)[-1], [text]):
         if override.is_delete():
-            if parts[-1] not in config.rewards:
-                raise InputError(
-                    override.key_or_group,
-                    None,
-                    "there is no such reward",
-                    ", ".join(map(str, config.rewards)),
-                )
-            del config.rewards[parts[-1]]
+            if parts[1] not in config.rewards:
+                raise InputError(key, None, "there is no such reward", ", ".join(map(str, config.rewards)))
+            del config.rewards[parts[1]]
             return
         if parts[0] == "rewards" and parts[1] not in config.rewards:
             config.rewards[parts[1]] = RewardConfig()
-        OmegaConf.update(config, override.key_or_group, override.value())
+        OmegaConf.update(config, key, override.value())
 
 
 def _check_override(text: str) -> Override:
@@ -177,12 +209,16 @@ def _check_override(text: str) -> Override:
     override = _parse(text)
     key = override.key_or_group
     value = text.split("=", 1)[-1]
-    if key in groups() and "." not in key and not override.is_delete():
+    if override.is_delete():
+        if not re.fullmatch(r"rewards\.[^.]+", key):
+            raise InputError(key, None, "cannot be deleted", "~rewards.<name>")
+        return override
+    if key in groups():
         if value not in options(key):
             raise InputError(key, value, f"no such option{_nearest(value, options(key))}", ", ".join(options(key)))
         return override
-    if re.fullmatch(r"rewards\.[^.]+", key) and override.is_delete():
-        return override
+    if override.is_sweep_override():
+        raise InputError(key, value, "is more than one value", "a single one; a text with commas in quotes")
     known = [name for name, _ in knobs()]
     generic = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
     if generic not in known:
@@ -201,6 +237,24 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f" (nearest: {close[0]})" if close else ""
 
 
+@contextmanager
+def _one_line_errors(key: str, name: object, overrides: Sequence[str]) -> Iterator[None]:
+    """Inside, what Hydra, OmegaConf and yaml report of a user's settings becomes an `InputError`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _one_line(error, overrides) from None
+    except yaml.YAMLError as error:
+        raise InputError(key, name, f"is not yaml ({shortened(' '.join(str(error).split()))})") from None
+    except RecursionError:
+        raise InputError(key, name, "holds something that is nested too deeply, or that names itself") from None
+    except (OSError, ValueError, OverflowError, AttributeError, AssertionError) as error:  # yaml's and Hydra's own
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise InputError(key, name, f"cannot be read ({shortened(reason)})") from None
+
+
 def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
     """Hydra's and OmegaConf's reports run over several lines; keep the reason and the key."""
     cause: BaseException = error
@@ -210,23 +264,26 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
         return InputError("config", error.missing_cfg_file, "is named in the defaults list but does not exist")
     text = str(cause)
     key = getattr(cause, "full_key", None) or (re.search(r"full_key: (\S+)", text) or [None, ""])[1] or "config"
+    key = re.sub(r"\[\d+\]$", "", str(key))  # of a list, not of its item
     if re.search(r"[Kk]ey '\w+' (is )?not in ", text):
         known = [*(name for name, _ in knobs()), *groups()]
-        return InputError(str(key), None, f"unknown key in a yaml file{_nearest(str(key), known)}")
-    reason = text.splitlines()[0]
+        return InputError(key, None, f"unknown key in a yaml file{_nearest(key, known)}")
+    reason = shortened(re.sub(r"^In .* composing config:\n", "", text).partition("\n")[0])
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
-    kind = {name: item.type for name, item in knobs()}.get(str(key))
-    allowed = {int: "a whole number", float: "a number", bool: "true or false", list[str]: "a list, such as [a,b]"}.get(
-        cast(Any, kind)
-    )
-    return InputError(str(key), value, reason[:1].lower() + reason[1:], allowed)
+    item = dict(knobs()).get(re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key))
+    return InputError(key, value, reason[:1].lower() + reason[1:], _kind(item) if item else None)
+
+
+def _kind(item: dataclasses.Field[Any]) -> str | None:
+    """What a knob takes, in words."""
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+    kinds |= {list[str]: "a list, such as [a,b]", list[int]: "a list, such as [1,2]"}
+    found = [kinds[kind] for kind in ([item.type] if item.type in kinds else get_args(item.type)) if kind in kinds]
+    return " or ".join([*found, *(item.metadata.get("words") or ())]) or None
 
 
 def _as_object(composed: DictConfig) -> Config:
-    try:
-        config = cast(Config, OmegaConf.to_object(composed))
-    except OmegaConfBaseException as error:
-        raise _one_line(error, ()) from None
+    config = cast(Config, OmegaConf.to_object(composed))
     _check_bounds(config)
     # The name becomes a folder: one plain component, so that it cannot leave the runs folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", config.run_name):
@@ -237,24 +294,60 @@ def _as_object(composed: DictConfig) -> Config:
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
     for item in dataclasses.fields(section):
-        value, key, meta = getattr(section, item.name), prefix + item.name, item.metadata
+        value, key = getattr(section, item.name), prefix + item.name
+        if not _fits(value, item.type):  # OmegaConf does not look at what a list or a section refers to
+            raise InputError(key, value, "is of another kind", _kind(item))
         if dataclasses.is_dataclass(value):
             _check_bounds(value, key + ".")
-        elif isinstance(value, dict):
-            for name, entry in value.items():
-                _check_bounds(entry, f"{key}.{name}.")
-        elif meta.get("choices") and value not in meta["choices"]:
-            near = _nearest(str(value), meta["choices"])
-            raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            # Written so that nan, which compares false with everything, fails too.
-            tests = {
-                "above {}": (meta.get("above"), lambda bound, value=value: value > bound),
-                "{} or more": (meta.get("low"), lambda bound, value=value: value >= bound),
-                "below {}": (meta.get("below"), lambda bound, value=value: value < bound),
-                "at most {}": (meta.get("high"), lambda bound, value=value: value <= bound),
-            }
-            bounds = {words.format(bound): holds(bound) for words, (bound, holds) in tests.items() if bound is not None}
-            fits = all(bounds.values()) and abs(value) < float("inf")
-            if not fits:
-                raise InputError(key, value, "is out of range", ", ".join(bounds) or "a finite number")
+        elif key == "rewards":
+            for name, reward in value.items():
+                _check_text(key, name)
+                _check_bounds(reward, f"{key}.{name}.")
+        else:
+            for entry in value if isinstance(value, list) else [value]:
+                _check_value(key, entry, item.metadata)
+            if item.name in PATHS:
+                _check_path(key, str(value))
+
+
+def _fits(value: object, kind: Any) -> bool:
+    inner = get_args(kind)
+    if isinstance(value, list) and get_origin(kind) is list:
+        return all(_fits(entry, inner[0]) for entry in value)
+    if isinstance(value, dict) and get_origin(kind) is dict:
+        return all(_fits(entry, inner[1]) for entry in value.values())
+    return kind is Any or type(value) is kind or any(type(value) is each for each in inner)
+
+
+def _check_value(key: str, value: object, meta: Mapping[str, Any]) -> None:
+    bounds = {name: meta[name] for name in LIMITS if meta.get(name) is not None}
+    words = meta.get("words") or ()
+    allowed = ", or ".join([", ".join(LIMITS[name][0].format(bound) for name, bound in bounds.items()), *words])
+    if meta.get("choices") and value not in meta["choices"]:
+        near = _nearest(str(value), meta["choices"])
+        raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
+    if isinstance(value, str):
+        if words and value not in words:
+            raise InputError(key, value, "is neither a number nor a word it knows", allowed)
+        _check_text(key, value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise InputError(key, None, "is a number of more than 64 bits", allowed or None)
+        if not all(LIMITS[name][1](value, bound) for name, bound in bounds.items()) or not math.isfinite(value):
+            raise InputError(key, value, "is out of range", allowed or "a finite number")
+
+
+def _check_text(key: str, value: str) -> None:
+    """Files, tokenizers and the system all take UTF-8 without NUL."""
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise InputError(key, value, "holds a character that is none", "a text in UTF-8, without NUL")
+
+
+def _check_path(key: str, value: str) -> None:
+    """It need not be there, but it must be possible to ask."""
+    try:
+        Path(value).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise InputError(key, value, f"cannot be looked at ({error.strerror})") from None

@@ -2,7 +2,7 @@
 
 import dataclasses
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from . import groups, knobs, load_config, options, presets
 from .schema import MISSING
@@ -45,13 +45,16 @@ def _takes(item: dataclasses.Field[Any]) -> str:
     if meta["choices"]:
         return ", ".join(f"`{choice}`" for choice in meta["choices"])
     kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
-    options = [kind for kind in get_args(item.type) if kind is not NoneType] if NoneType in get_args(item.type) else []
+    options = (
+        [kind for kind in get_args(item.type) if kind is not NoneType] if get_origin(item.type) is not list else []
+    )
     words = ["text or list" if item.type is Any else kinds.get(options[0] if options else item.type, "list")]  # pyright: ignore[reportArgumentType]
     words += [f"above {meta['above']}"] if meta["above"] is not None else []
     words += [f"{meta['low']} or more"] if meta["low"] is not None else []
     words += [f"below {meta['below']}"] if meta["below"] is not None else []
     words += [f"at most {meta['high']}"] if meta["high"] is not None else []
-    words += ["or null"] if options else []
+    words += [f"or {word}" for word in meta["words"]]
+    words += ["or null"] if NoneType in get_args(item.type) else []
     return ", ".join(words)
 
 

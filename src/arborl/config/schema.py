@@ -15,9 +15,12 @@ def knob(
     high: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    words: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with its sentence and its bounds: `low` and `high` are allowed, `above` and `below` are not."""
-    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below}
+    """A dataclass field with its sentence and its bounds: `low` and `high` are allowed, `above` and `below` are not;
+    `words` may stand in a number's place.
+    """
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below, "words": words}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -68,6 +71,9 @@ class PromptsConfig:
 @dataclass
 class SampleConfig:
     num_prompts: int = knob(4, "Prompts per process and epoch.", low=1)
+    prompts_per_epoch: int | None = knob(
+        None, "Prompts of an epoch over all processes, dealt out evenly; null is sample.num_prompts for each.", low=1
+    )
     num_trees: int = knob(1, "Trees per prompt, each from its own noise.", low=1)
     group_size: int = knob(16, "Trajectories per prompt in the plans flat and (per tree) mix.", low=1)
     shared_noise: bool = knob(False, "Start a flat group from one noise instead of separate ones.")
@@ -95,8 +101,10 @@ class SampleConfig:
     resolution: int = knob(512, "Height of the pictures in pixels, and their width where sample.width is null.", low=8)
     width: int | None = knob(None, "Width of the pictures; null makes them square.", low=8)
     num_frames: int = knob(1, "Frames of a video; 1 for models that make pictures.", low=1)
-    batch_size: int = knob(16, "Latents per model call while sampling.", low=1)
-    decode_batch_size: int = knob(8, "Pictures decoded and scored at a time.", low=1)
+    batch_size: int | str = knob(
+        16, "Latents per model call while sampling; auto tries what fits and is fastest.", low=1, words=("auto",)
+    )
+    decode_batch_size: int | str = knob(8, "Pictures decoded and scored at a time, or auto.", low=1, words=("auto",))
     pad_batches: bool = knob(False, "Fill every model call up to the same shape (bitwise ratio 1; one compiled graph).")
     offload: bool = knob(False, "Keep the rollout's latents in host memory between the stages.")
 
@@ -196,7 +204,7 @@ class TrainConfig:
     epochs: int = knob(100, "Epochs: one rollout and its updates each.", low=0)
     max_seconds: float = knob(0.0, "Stop once training, evaluation apart, has taken this long; 0 is off.", low=0)
     updates: int = knob(1, "Optimizer steps per epoch, over a seeded partition of the parents.", low=1)
-    batch_size: int = knob(8, "Parents per forward + backward.", low=1)
+    batch_size: int | str = knob(8, "Parents per forward + backward, or auto.", low=1, words=("auto",))
     learning_rate: float = knob(3e-4, "AdamW's step size.", above=0)
     weight_decay: float = knob(1e-4, "AdamW's decay.", low=0)
     beta1: float = knob(0.9, "AdamW's first moment.", low=0, below=1)
@@ -225,6 +233,16 @@ class TrainConfig:
         choices=("auto", "no", "bf16"),
     )
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    shard: str = knob(
+        "auto",
+        "Split weights, gradients and optimizer over the processes (FSDP2); auto does what the accelerate config says.",
+        choices=("auto", "no", "full"),
+    )
+    max_broken: int = knob(
+        10,
+        "Stop after as many optimizer steps in a row whose gradient is not finite; until then they are left out.",
+        low=1,
+    )
     max_failed: float = knob(
         0.5,
         "Stop when a reward fails on more than this share of an epoch's leaves; until then they are left out.",

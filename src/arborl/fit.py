@@ -1,0 +1,201 @@
+"""Micro-batches: sizes left to `auto` are tried on the model itself, from small to large, and all of them are told."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import psutil
+import torch
+from accelerate import Accelerator
+
+from .batches import settled
+from .checkpoint import State
+from .collect import gather
+from .config.schema import Config
+from .core.noise import fold
+from .models import Model
+from .plan import places, work
+from .prompts import deal
+
+ROOM = 0.9
+"""Share of the free memory that a trial may be expected to take."""
+GAIN = 0.97
+"""A larger size must take at most this share of the time a row takes in a smaller one."""
+
+
+class Trial(NamedTuple):
+    size: int
+    seconds: float  # for a row
+    memory: int  # bytes at the worst, of tensors on a GPU, else of the process
+
+
+def settle(config: Config, model: Model, state: State | None, accelerator: Accelerator, prompt: str) -> list[str]:
+    """Put numbers in the place of `auto`; a line for each says what was tried. Without a state nothing is updated."""
+    needs = rows(config, accelerator.num_processes)
+    lines: list[str] = []
+    for section, name in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
+        holder = getattr(config, section)
+        if getattr(holder, name) != "auto":
+            continue
+        if section == "train" and state is None:
+            continue  # nothing is trained, nothing is asked
+        key = f"{section}.{name}"
+        tried = trials(call(key, model, state, accelerator, config, prompt), needs[key], model.device, accelerator)
+        chosen = choose(tried)
+        setattr(holder, name, chosen.size)
+        shown = ", ".join(f"{trial.size}: {1000 * trial.seconds:.3g} ms" for trial in tried)
+        lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown})")
+    return lines
+
+
+def rows(config: Config, processes: int = 1) -> dict[str, int]:
+    """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
+    plan, share = places(config)[0][1], deal(config.sample, processes).share
+    frontier = max(len(level.parents) for level in plan.levels)
+    parents = math.ceil(len(plan.trained_parents) * share / config.train.updates)
+    return {
+        "sample.batch_size": frontier * share,
+        "sample.decode_batch_size": len(plan.leaves) * share,
+        "train.batch_size": parents,
+    }
+
+
+def call(
+    key: str, model: Model, state: State | None, accelerator: Accelerator, config: Config, prompt: str
+) -> Callable[[int], None]:
+    """A micro-batch of a stage, of any size, with what it does to memory."""
+    cond = model.encode([prompt])
+
+    def latents(size: int) -> torch.Tensor:
+        address = torch.tensor([[number, 0, 0] for number in range(size)], device=model.device)
+        return model.noise(fold(config.seed, 0), address)
+
+    def predict(size: int) -> torch.Tensor:
+        t = torch.full((size,), float(places(config)[0][1].timestep[0]), device=model.device)
+        return model.predict(latents(size), t, cond[torch.zeros(size, dtype=torch.long, device=model.device)])
+
+    @torch.no_grad()
+    def sampled(size: int) -> None:
+        predict(size)
+
+    @torch.no_grad()
+    def decoded(size: int) -> None:
+        model.decode(latents(size))
+
+    def updated(size: int) -> None:
+        assert state is not None
+        loss = predict(size).square().mean()
+        if config.train.kl > 0:
+            with torch.no_grad(), model.reference():
+                predict(size)
+        accelerator.backward(loss)
+        state.optimizer.zero_grad(set_to_none=True)
+
+    return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
+
+
+def trials(
+    run: Callable[[int], None], most: int, device: torch.device, accelerator: Accelerator | None = None
+) -> list[Trial]:
+    """Sizes 1, 2, 4, … up to `most`, until memory is short or two doublings have gained nothing.
+
+    All ranks try the same sizes; the slowest one's time counts.
+    """
+    done: list[Trial] = []
+    size = 1
+    while True:
+        if not _everyone(_has_room(done, size, device), accelerator):
+            break
+        try:
+            trial = _measure(run, size, device)
+        except torch.OutOfMemoryError:
+            trial = None
+            torch.cuda.empty_cache()
+        if not _everyone(trial is not None, accelerator) or trial is None:
+            break
+        seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
+        done.append(trial._replace(seconds=seconds))
+        if size == most or choose(done).size * 4 <= size:
+            break
+        size = min(2 * size, most)
+    if not done:
+        raise torch.OutOfMemoryError("not even one row fits into memory")
+    return done
+
+
+def choose(tried: list[Trial]) -> Trial:
+    """The smallest size that none is much faster than."""
+    fastest = min(trial.seconds for trial in tried)
+    return next(trial for trial in tried if GAIN * trial.seconds <= fastest)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Most bytes since the last `forget_peak`: of tensors on a GPU; else of the whole process, since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_there_is(device: torch.device) -> int:
+    """Bytes that this process could have at the most."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
+def _measure(run: Callable[[int], None], size: int, device: torch.device) -> Trial:
+    run(size)  # the first of its shape pays for more than itself
+    forget_peak(device)
+    best = math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        run(size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return Trial(size, best / size, memory_in_use(device))
+
+
+def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
+    """Whether a size is expected to fit, as memory grew so far."""
+    if len(done) < 2:
+        return True
+    before, last = done[-2:]
+    slope = (last.memory - before.memory) / (last.size - before.size)
+    return last.memory + slope * (size - last.size) <= ROOM * memory_there_is(device)
+
+
+def _everyone(fine: bool, accelerator: Accelerator | None) -> bool:
+    return bool(gather(torch.tensor([float(fine)]), accelerator).all())
+
+
+def geometry(config: Config, processes: int = 1) -> list[str]:
+    """How prompts, leaves and updates come out in micro-batches: nothing has to divide anything."""
+    plan, how = places(config)[0][1], deal(config.sample, processes)
+    leaves, found, updates = len(plan.leaves), work(config, places(config)[0][1], 0), config.train.updates
+    parents = math.ceil(found.forward_backwards / deal(config.sample).share * how.share / updates)
+    shown = f"{how.total} prompts × {leaves} leaves = {how.total * leaves} pictures an epoch"
+    if processes > 1:
+        empty = how.share * processes - how.total
+        shown += f", {how.share} prompts on each of {processes} processes" + (
+            f", {empty} places empty" if empty else ""
+        )
+    size = settled(config.train.batch_size)
+    calls = math.ceil(parents / size)
+    return [
+        shown,
+        f"{updates} updates of {parents} parents a process: {calls} × {size}, the last {parents - (calls - 1) * size}",
+    ]

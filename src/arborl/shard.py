@@ -1,0 +1,78 @@
+"""Weights split over the processes: torch's FSDP2, where the launcher's accelerate config or `train.shard` asks for it.
+
+We call `fully_shard` ourselves: accelerate's own way turns into DDP on a CPU without a word, casts timesteps to
+bfloat16 with the other inputs, and leaves weights outside the blocks gathered after a rollout.
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .config.schema import Config
+from .core.errors import InputError
+
+
+def asked_for(config: Config) -> bool:
+    """Whether weights are to be split: as `train.shard` says, and where that is auto as the accelerate config does."""
+    if config.train.shard != "auto":
+        return config.train.shard == "full"
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return False
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise InputError(
+            "fsdp_version", os.environ.get("FSDP_VERSION", "1"), "of the accelerate config is too old", "2"
+        )
+    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise InputError("fsdp_offload_params", "true", "weights on the host are not trained here", "false")
+    return True
+
+
+def shard(module: nn.Module, accelerator: Accelerator) -> None:
+    """Split a module's weights in place, a block at a time: only the block at work is ever whole."""
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    half = accelerator.mixed_precision == "bf16"
+    # Inputs are not cast: autocast does that where it is right, and a timestep in bfloat16 is another one.
+    blocks = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if half else None,
+        reduce_dtype=torch.float32 if half else None,
+        cast_forward_inputs=False,
+    )
+    for block in _blocks(module):
+        fully_shard(block, mesh=mesh, mp_policy=blocks, reshard_after_forward=True)
+    # Split again after each forward, unlike by default: what a rollout left gathered would be stale after a step.
+    whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(module, mesh=mesh, mp_policy=whole_precision, reshard_after_forward=True)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated layers, such as a transformer's blocks."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (layer for layer in child if any(True for _ in layer.parameters()))
+        else:
+            yield from _blocks(child)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of all processes on the host; all of them must ask for it where it is split."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().contiguous()
+
+
+def placed_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values that every process has, on the other's device and split as it is."""
+    if not isinstance(tensor, DTensor) or isinstance(values, DTensor):
+        return values.to(tensor.device)
+    values = values.to(tensor.device)
+    return distribute_tensor(values, tensor.device_mesh, tensor.placements, src_data_rank=None)

@@ -1,0 +1,117 @@
+"""Processes go on together or stop together: errors of one of them, and interrupts, reach all at the same place."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from .collect import gather
+
+
+class Elsewhere(RuntimeError):  # noqa: N818 (it says where to look, and is no error of its own)
+    """Another process failed, and says why."""
+
+
+@contextmanager
+def all_or_none(accelerator: Accelerator) -> Iterator[None]:
+    """What each process does by itself, without waiting for others: if one fails, all of them leave here."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 (raised below, once all have heard of it)
+        error = caught
+    verdict = _verdict(error, accelerator)
+    if verdict:
+        raise verdict
+
+
+def _verdict(error: Exception | None, accelerator: Accelerator) -> Exception | None:
+    """What a process is to raise once all have said how they fared: its own error, if it is the first that met it."""
+    if accelerator.num_processes == 1 or not bool(gather(torch.tensor([float(error is not None)]), accelerator).any()):
+        return error
+    told: list[str | None] = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+    known = error is not None and told.index(told[accelerator.process_index]) < accelerator.process_index
+    return Elsewhere(f"rank {rank} failed ({text})") if error is None or known else error
+
+
+class Together:
+    """How a run is left: by an error or an interrupt, by one process or by all.
+
+    Ctrl-C and SIGTERM both arrive as KeyboardInterrupt: at once where nothing is half done, after the update where
+    something would be. Several processes must leave at the same place, so there an interrupt waits for the end of a
+    stage. A second one is never held back.
+    """
+
+    def __init__(self, accelerator: Accelerator, split: bool = False) -> None:
+        self.accelerator, self.split = accelerator, split  # whether every process has a part of the weights alone
+        self.several = accelerator.num_processes > 1
+        self.torn = False  # weights, counters and metrics are on their way from one epoch to the next
+        self.waiting = False  # an interrupt has come and is held back
+        self.agreed = not self.several  # whether all processes are leaving at the same place
+        self.since = 0.0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.several and self.waiting and time.monotonic() - self.since < 2:
+            return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
+        if (self.torn or self.several) and not self.waiting:
+            self.waiting, self.since = True, time.monotonic()
+            if self.accelerator.is_main_process:
+                when = "this epoch's update" if self.torn else "this stage"
+                print(f"\nfinishing {when} before leaving; interrupt again to leave at once", file=sys.stderr)
+            return
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python hands signals to the main thread alone; elsewhere whoever runs us deals with them
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the first interrupt waits for the end of the block.
+
+        Whatever else leaves the block early, an error or a second interrupt, leaves it `torn`.
+        """
+        self.torn = True
+        yield
+        self.torn = False
+        self._leave_if_asked()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What each process does by itself; if one fails, or is to stop, all of them leave at its end."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 (raised below, once all have heard of it)
+            error = caught
+        verdict = _verdict(error, self.accelerator)
+        if verdict:
+            self.agreed = True
+            raise verdict
+        if not self.torn:
+            self._leave_if_asked()
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """What each process does by itself and calls the model: with split weights it needs the others for that."""
+        return nullcontext() if self.split else self.alone()
+
+    def _leave_if_asked(self) -> None:
+        if bool(gather(torch.tensor([float(self.waiting)]), self.accelerator).any()):
+            self.waiting, self.agreed = False, True
+            raise KeyboardInterrupt
