@@ -33,7 +33,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters by name, of a module that DDP has not wrapped yet."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
-        raise ValueError("the model has no trainable parameter")
+        raise InputError("model.train", None, "the model has no trainable weight: all of them are frozen")
     return named
 
 
@@ -120,18 +120,12 @@ class State:
             head = {"version": VERSION} | {name: getattr(self, name) for name in COUNTERS}
             (aside / "state.json").write_text(json.dumps(head | {"ema_steps": self.ema.steps}))
             _seal(aside)
+            _put(aside, target)
         except (OSError, SafetensorError) as error:
             for _ in files:
                 pass  # others are taking part in this, to the end
             _remove(_hidden(target, "tmp"))  # on a full disk it is the room that the next needs
             raise InputError("log.dir", target.parent, f"could not write a checkpoint ({error})") from None
-        old = _hidden(target, "old")
-        _remove(old)
-        if target.exists():
-            target.rename(old)
-        aside.rename(target)
-        _sync(target.parent)
-        _remove(old)
 
     def _files(self, with_optimizer: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """What a checkpoint holds, a file at a time, so that the host never has more than one copy of the weights."""
@@ -175,7 +169,8 @@ def drop_best_from(folder: Path, epoch: int) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("epoch_*") if re.fullmatch(r"epoch_\d{6,}", path.name))
+    found = [path for path in folder.glob("epoch_*") if re.fullmatch(r"epoch_\d{6,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("epoch_")))
 
 
 def newest_sound(run: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -274,6 +269,17 @@ def _seal(folder: Path) -> None:
         _sync(path)
 
 
+def _put(aside: Path, target: Path) -> None:
+    """A finished folder in the place of what was there before."""
+    old = _hidden(target, "old")
+    _remove(old)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    _sync(target.parent)
+    _remove(old)
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -306,4 +312,4 @@ def _remove(folder: Path) -> None:
     """Out of sight first, so that what is left of it when we are killed is not taken for the whole."""
     if folder.is_dir():
         hidden = folder if folder.name.startswith(".") else folder.rename(_hidden(folder, "old"))
-        shutil.rmtree(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)  # a file that is open elsewhere, on NFS, goes at the next resume

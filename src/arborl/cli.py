@@ -112,6 +112,45 @@ def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> 
 
 @app.command()
 @overrides_argument
+@run_option
+@config_option
+@click.option(
+    "--canary",
+    "seconds",
+    type=click.FloatRange(0),
+    default=120,
+    show_default=True,
+    help="Seconds for a run on brightness alone, which must rise; 0 leaves it out.",
+)
+@json_option
+def doctor(
+    overrides: tuple[str, ...], run: Path | None, config_name: str | None, seconds: float, as_json: bool
+) -> None:
+    """Look for what is wrong before a long run, or after a flat one.
+
+    Measures on the model itself whether rollout and update are one policy, gradients reach what is trained, processes
+    agree, pictures are finite, rewards answer and tell leaves apart; what fits into memory and what an epoch takes.
+    Works under a launcher too. Exit code 1 if something is wrong.
+
+    Example: arborl doctor -c tree train.learning_rate=5e-5
+    """
+    from .doctor import examine
+    from .runs import config_of
+    from .show import print_finding
+
+    shows, wrong = os.environ.get("RANK", "0") == "0", False
+    found = examine(config_of(run, config_name, overrides), run, seconds)
+    for finding in found:
+        wrong = wrong or finding.ok is False
+        if shows and as_json:
+            click.echo(json.dumps(finding._asdict()))
+        elif shows:
+            print_finding(finding, out)
+    _leave(int(wrong))
+
+
+@app.command()
+@overrides_argument
 @click.option(
     "--prompt",
     "-p",

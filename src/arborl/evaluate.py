@@ -107,6 +107,7 @@ class Evaluation:
     pictures: Tensor  # uint8, n×3×H×W
     captions: list[str]
     scores: list[float]  # of those pictures, by the first reward
+    values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
 
     def metrics(self) -> dict[str, float]:
         found = {f"eval/{name}": value for name, value in self.mean.items()}
@@ -152,6 +153,7 @@ def evaluate(
         pictures=pictures[:shown],
         captions=chosen.texts[:shown],
         scores=own[first][:shown].tolist(),
+        values=parts,
     )
 
 

@@ -27,8 +27,17 @@ GAIN = 0.97
 
 class Trial(NamedTuple):
     size: int
-    seconds: float  # for a row
-    memory: int  # bytes at the worst, of tensors on a GPU, else of the process
+    seconds: float  # for a row; infinite where it does not fit
+    memory: int = 0  # bytes at the worst, of tensors on a GPU, else of the process
+
+    @property
+    def fits(self) -> bool:
+        return math.isfinite(self.seconds)
+
+
+def shown(tried: list[Trial]) -> str:
+    """What was tried, for people."""
+    return ", ".join(f"{t.size}: {1000 * t.seconds:.3g} ms" if t.fits else f"{t.size}: no room" for t in tried)
 
 
 def settle(config: Config, model: Model, state: State | None, accelerator: Accelerator, prompt: str) -> list[str]:
@@ -45,8 +54,7 @@ def settle(config: Config, model: Model, state: State | None, accelerator: Accel
         tried = trials(call(key, model, state, accelerator, config, prompt), needs[key], model.device, accelerator)
         chosen = choose(tried)
         setattr(holder, name, chosen.size)
-        shown = ", ".join(f"{trial.size}: {1000 * trial.seconds:.3g} ms" for trial in tried)
-        lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown})")
+        lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown(tried)})")
     return lines
 
 
@@ -90,7 +98,8 @@ def call(
         if config.train.kl > 0:
             with torch.no_grad(), model.reference():
                 predict(size)
-        accelerator.backward(loss)
+        if loss.requires_grad:  # told elsewhere if not
+            accelerator.backward(loss)
         state.optimizer.zero_grad(set_to_none=True)
 
     return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
@@ -106,21 +115,18 @@ def trials(
     done: list[Trial] = []
     size = 1
     while True:
-        if not _everyone(_has_room(done, size, device), accelerator):
-            break
-        try:
-            trial = _measure(run, size, device)
-        except torch.OutOfMemoryError:
-            trial = None
-            torch.cuda.empty_cache()
-        if not _everyone(trial is not None, accelerator) or trial is None:
-            break
+        trial = Trial(size, math.inf)
+        if _everyone(_has_room(done, size, device), accelerator):
+            try:
+                trial = _measure(run, size, device)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
         seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
         done.append(trial._replace(seconds=seconds))
-        if size == most or choose(done).size * 4 <= size:
+        if not done[-1].fits or size == most or choose(done).size * 4 <= size:
             break
         size = min(2 * size, most)
-    if not done:
+    if not done[0].fits:
         raise torch.OutOfMemoryError("not even one row fits into memory")
     return done
 
@@ -160,7 +166,7 @@ def _measure(run: Callable[[int], None], size: int, device: torch.device) -> Tri
     run(size)  # the first of its shape pays for more than itself
     forget_peak(device)
     best = math.inf
-    for _ in range(2):
+    for _ in range(3):
         start = time.perf_counter()
         run(size)
         if device.type == "cuda":
@@ -182,20 +188,19 @@ def _everyone(fine: bool, accelerator: Accelerator | None) -> bool:
     return bool(gather(torch.tensor([float(fine)]), accelerator).all())
 
 
-def geometry(config: Config, processes: int = 1) -> list[str]:
+def geometry(config: Config, processes: int = 1, split: bool = False) -> list[str]:
     """How prompts, leaves and updates come out in micro-batches: nothing has to divide anything."""
-    plan, how = places(config)[0][1], deal(config.sample, processes)
-    leaves, found, updates = len(plan.leaves), work(config, places(config)[0][1], 0), config.train.updates
-    parents = math.ceil(found.forward_backwards / deal(config.sample).share * how.share / updates)
-    shown = f"{how.total} prompts × {leaves} leaves = {how.total * leaves} pictures an epoch"
+    epoch, plan = places(config)[0]
+    how, updates, size = deal(config.sample, processes), config.train.updates, settled(config.train.batch_size)
+    one = work(config, plan, epoch).forward_backwards / deal(config.sample).share  # parents of a prompt
+    pictures = how.total * len(plan.leaves)
+    lines = [f"{how.total} prompts × {len(plan.leaves)} leaves = {pictures} pictures an epoch"]
     if processes > 1:
         empty = how.share * processes - how.total
-        shown += f", {how.share} prompts on each of {processes} processes" + (
-            f", {empty} places empty" if empty else ""
-        )
-    size = settled(config.train.batch_size)
-    calls = math.ceil(parents / size)
-    return [
-        shown,
-        f"{updates} updates of {parents} parents a process: {calls} × {size}, the last {parents - (calls - 1) * size}",
-    ]
+        lines[0] += f", {how.share} prompts on each of {processes} processes"
+        lines[0] += f" ({empty} places stay empty)" if empty else ""
+        lines[0] += "; weights are split between them (FSDP2)" if split else "; each has the whole model (DDP)"
+    parents = math.ceil(one * how.share / updates)
+    calls = f"{math.ceil(parents / size)} micro-batches of up to {size}" if parents > size else "in one micro-batch"
+    steps = f"{updates} optimizer steps" if updates > 1 else "one optimizer step"
+    return [*lines, f"{steps} an epoch, about {parents} parents{' a process' if processes > 1 else ''} each: {calls}"]

@@ -60,14 +60,36 @@ def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
 
 
 @torch.no_grad()
-def probe(model: Model, rewards: Rewards, prompts: Prompts) -> None:
-    """Score two pictures of pure noise, so that a reward that does not keep its contract is known before the run."""
+def probe(model: Model, rewards: Rewards, prompts: Prompts) -> list[str]:
+    """Score two pictures of pure noise, so that a reward that does not keep its contract is known before the run.
+
+    What looks wrong but may be meant is returned, a line each.
+    """
     two = prompts.take([0, len(prompts) - 1])
     noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device))
     pictures = torch.cat([model.decode(part) for part in noise.split(1)])
     if not pictures.isfinite().all():
-        raise RuntimeError("the decoder returned pictures that are not finite")
+        raise InputError("model", None, "its decoder returned pictures that are not finite", "see arborl doctor")
+
+    def ask(index: list[int]) -> dict[str, torch.Tensor]:
+        some = two.take(index)
+        found = rewards(pictures[index], some.texts, some.columns, strict=True).scores
+        return {name: found[name][index] for name in rewards.functions}  # by picture again
+
     try:
-        rewards(pictures, two.texts, two.columns, strict=True)
+        scores, turned = ask([0, 1]), ask([1, 0])
+        apart = [name for name in scores if _differ(scores[name], turned[name])]
+        again = ask([0, 1]) if apart else scores  # one that differs from call to call anyway says nothing here
     except RewardFailed as error:
         raise InputError("rewards", None, str(error)) from None
+    return [
+        f"rewards.{name} scores two pictures differently when they come in the other order, with their prompts: it "
+        "must score picture i by prompt i and by nothing else in the call"
+        for name in apart
+        if not _differ(scores[name], again[name])
+    ]
+
+
+def _differ(one: torch.Tensor, two: torch.Tensor) -> bool:
+    allowed = torch.maximum(0.05 * (one[0] - one[1]).abs(), 1e-3 * one.abs().max())
+    return bool(((one - two).abs() > allowed).any())

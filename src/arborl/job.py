@@ -14,6 +14,7 @@ from torch import Tensor
 from . import log
 from .batches import settled
 from .checkpoint import State, checkpoints
+from .checks import groups_of_leaves, ratio_bound, spread, spread_of, steps_of, transitions
 from .collect import gather, gather_words, unequal_weights
 from .config.schema import Config
 from .core.advantage import advantages
@@ -31,9 +32,6 @@ from .together import Elsewhere, Together
 from .update import SUMS, Stats
 from .watch import best, diversity, hacking
 
-RATIO_BOUND, RATIO_BOUND_HALF = 1e-6, 1e-4
-"""How far from 1 the first update's ratio may be by rounding alone, in float32 and in half precision."""
-
 
 @dataclass
 class Job:
@@ -46,12 +44,17 @@ class Job:
     state: State
     run: log.Run
     together: Together
-    examined: bool = False  # the first update: its ratio, and where its gradients came to
+    keeps: bool = True  # write checkpoints; not where only what is learnt counts
+    looked: bool = False  # at the first rollout
+    examined: bool = False  # the first updates: their ratio, and where their gradients came to
+    reached: dict[str, bool] = field(default_factory=dict)  # by gradients so far, of the groups of trained weights
+    steps: int = 0  # since this process began
     hacked: bool = False  # eval.watch=stop saw reward hacking
     finished: bool = False
     unsaved: bool = False  # a checkpoint could not be written
     diversity: Tensor = field(default_factory=lambda: torch.zeros(0))  # among each prompt's leaves, this epoch
     evaluated: tuple[int, Evaluation] | None = None  # the newest, and after how many epochs
+    first: Evaluation | None = None
 
     @property
     def epochs(self) -> int | None:
@@ -97,6 +100,16 @@ class Job:
                 raise InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
             if lost:
                 self.run.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
+
+    def look_at(self, record: Record, scores: Scores, share: Share) -> None:
+        """Once, at a run's first epoch: is the log-density that of the noise drawn, and do leaves differ in score?"""
+        if self.looked:
+            return
+        self.looked = True
+        steps = steps_of(self.model, record, self.config)
+        self.run.warn_if_wrong(transitions(steps, ratio_bound(self.model, self.accelerator))[1])
+        found = spread_of(gather(scores.total.float(), self.accelerator)[: share.total], groups_of_leaves(record.plan))
+        self.run.warn_if_wrong(spread({0: found}, 0, False))
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
         knobs, density = asdict(self.config.advantage), record.log_density.cpu()
@@ -198,7 +211,21 @@ class Job:
             self.run.warn_once("a gradient was not finite and its step was left out (steps_broken counts them)")
         if self.examined or not metrics["steps"]:
             return
-        self.examined = True
+        if not self.steps:
+            self._check_first(metrics["ratio_error"], stats)
+        self.steps += stats.steps
+        self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
+        self.examined = self.steps > 1  # a last layer that starts at zero lets gradients through from the second step
+        missed = [name for name, found in self.reached.items() if not found]
+        if self.examined and missed:
+            some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
+            self.run.warn_once(
+                f"no gradient reached {len(missed)} of {len(self.reached)} groups of trained weights in the first "
+                f"steps, so they stay as they are: {some}"
+            )
+
+    def _check_first(self, ratio_error: float, stats: Stats) -> None:
+        """At the first step weights are the rollout's own, and gradients must be everyone's."""
         if stats.unequal:
             raise InputError(
                 "processes",
@@ -206,17 +233,10 @@ class Job:
                 f"{len(stats.unequal)} gradients differ between them after the first backward pass, such as that of "
                 f"{stats.unequal[0]}: they are not synchronised, and every process would train a model of its own",
             )
-        if stats.unreached:
-            some = ", ".join(stats.unreached[:4]) + (", …" if len(stats.unreached) > 4 else "")
+        bound = ratio_bound(self.model, self.accelerator)
+        if not ratio_error <= bound:
             self.run.warn_once(
-                f"no gradient reached {len(stats.unreached)} of {stats.groups} groups of trained weights at the first "
-                f"update, so they stay as they are: {some}"
-            )
-        single = all(p.dtype == torch.float32 for p in self.model.module.parameters())
-        bound = RATIO_BOUND if single and self.accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
-        if not metrics["ratio_error"] <= bound:
-            self.run.warn_once(
-                f"the first update's ratio is off by {metrics['ratio_error']:.1e} (rounding explains {bound:.0e}): the "
+                f"the first update's ratio is off by {ratio_error:.1e} (rounding explains {bound:.0e}): the "
                 "rollout drew from another policy than the update evaluates. Look for dropout, a changed dtype or a "
                 "reward that touches the model; sample.pad_batches=true with equal batch sizes rules out rounding"
             )
@@ -234,7 +254,7 @@ class Job:
             return self.evaluated[1]
         with self.state.ema.applied():
             found = evaluate(self.model, self.rewards, self.eval_prompts, self.config, self.together)
-        self.evaluated = epoch, found
+        self.evaluated, self.first = (epoch, found), self.first or found
         with self.together.alone():
             if self.accelerator.is_main_process and len(found.pictures):
                 captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
@@ -255,7 +275,7 @@ class Job:
             if self.config.eval.watch != "off":
                 aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
                 signs = hacking(rows, aims, self.rewards.watched)
-        if bool(gather(torch.tensor([float(is_best)]), self.accelerator).any()):
+        if self.keeps and bool(gather(torch.tensor([float(is_best)]), self.accelerator).any()):
             with self._saving():
                 self.state.save_best(self.run.folder / "checkpoints", self.accelerator.is_main_process)
         if signs:
@@ -287,7 +307,8 @@ class Job:
 
     def save(self) -> None:
         """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
-        self.state.save(self.run.folder / "checkpoints", self.config.log.keep, self.accelerator.is_main_process)
+        if self.keeps:
+            self.state.save(self.run.folder / "checkpoints", self.config.log.keep, self.accelerator.is_main_process)
 
     def save_if_due(self) -> None:
         if self.state.epoch % self.config.log.save_every == 0:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 
+from .checks import Finding
 from .config import save_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
@@ -31,12 +34,14 @@ STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evalua
 class Run:
     """Where a run writes. On ranks other than the first nothing is written or shown."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int) -> None:
+    def __init__(
+        self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int, quiet: bool = False
+    ) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
         self.trained = 0.0  # seconds of all epochs, evaluation apart
         self.warned: set[str] = set()
-        self.console = Console(stderr=True, quiet=not self.main, highlight=False)
+        self.console = Console(stderr=True, quiet=quiet or not self.main, highlight=False)
         with all_or_none(accelerator):
             name = [str(resume or (claim_folder(config) if self.main else ""))]
         self.folder = Path(broadcast_object_list(name)[0])
@@ -47,7 +52,8 @@ class Run:
         accelerator.project_configuration.logging_dir = str(self.folder)
         # Epochs that are done again must not be drawn twice.
         options = {"tensorboard": {"purge_step": epoch}, "wandb": {"name": config.run_name}}
-        with all_or_none(accelerator):
+        self._hook, threading.excepthook = threading.excepthook, self._thread_failed
+        with all_or_none(accelerator), self.writing():
             accelerator.init_trackers("arborl", config=flat(config), init_kwargs=options)
 
     @contextmanager
@@ -68,11 +74,28 @@ class Run:
         metrics |= {f"time/{name}": spent for name, spent in self.seconds.items()}
         self.seconds = {}
         self.trained += training_seconds(metrics)
-        if self.main:
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite(metrics)) + "\n")
-        self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
+        with self.writing():
+            if self.main:
+                with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(finite(metrics)) + "\n")
+            self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
         return metrics
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What goes into the run's folder: a full disk, a missing permission and the like are one line."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            if not why or isinstance(error, ConnectionError):  # some tracker's server
+                raise
+            raise InputError("log.dir", self.folder, f"cannot be written to ({why})") from None
+
+    def _thread_failed(self, failure: Any) -> None:
+        """TensorBoard writes in a thread. What it fails with is raised at the next call, and is told there."""
+        if not (issubclass(failure.exc_type, OSError) and type(failure.thread).__name__ == "_AsyncWriterThread"):
+            self._hook(failure)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_rows(self.folder)
@@ -81,8 +104,10 @@ class Run:
         """Finish the trackers. The process group stays: taking gloo's apart may wait for ever (pytorch/pytorch#179291),
         another run in this process can use it, and a process that ends takes it along.
         """
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        with self.writing():
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        threading.excepthook = self._hook
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -93,15 +118,18 @@ class Run:
         self.warned.add(text)
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
+    def warn_if_wrong(self, finding: Finding) -> None:
+        """A check that a run makes quietly."""
+        if finding.ok is False:
+            self.warn_once(f"{finding.what}: {finding.measured}. {finding.advice[:1].upper()}{finding.advice[1:]}")
+
     def _take_over(self, config: Config, epoch: int) -> None:
         """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
         kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
-        try:
+        with self.writing():
             write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
             (self.folder / ".config.yaml.tmp").replace(self.folder / "config.yaml")
-        except OSError as error:
-            raise InputError("log.dir", self.folder, f"cannot be written to ({error.strerror})") from None
         self.trained = sum(map(training_seconds, kept))
 
 

@@ -23,9 +23,9 @@ from .prompts import deal
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
-MOST_STEPS, MOST_LEAVES, MOST_EDGES, MOST_CALLS = 1000, 4096, 2**21, 2**24
-"""Of a trajectory, of a prompt, of all places of a window, and of a process in an epoch. What is beyond is a slip of
-the pen, and is refused before it can fill the memory.
+MOST_STEPS, MOST_LEAVES, MOST_EDGES, MOST_CALLS, MOST_STAGES = 1000, 4096, 2**21, 2**24, 2**14
+"""Of a trajectory, of a prompt, of all places of a window, of a process in an epoch, and of a run. What is beyond is a
+slip of the pen, and is refused before it can fill the memory.
 """
 
 
@@ -129,10 +129,11 @@ def places(config: Config) -> list[tuple[int, Plan]]:
     schedule = grid(config, config.sample.num_steps)
     positions = window_positions(config, schedule)
     visited = positions // math.gcd(positions, config.tree.s)
-    edges = make_plan(config, schedule, 0).edges  # no other place has more
-    if edges * visited > MOST_EDGES:
-        problem = f"the trees have {edges} edges at each of {visited} places of the window"
-        raise InputError("sample.num_steps", config.sample.num_steps, problem, f"{MOST_EDGES} edges in all")
+    first = make_plan(config, schedule, 0)
+    edges = first.edges + first.roots * len(schedule)  # no place has more, whatever its tail
+    if visited * max(edges, 8 * len(schedule)) > MOST_EDGES:  # a step without edges has its price too
+        problem = f"the window has {visited} places, with trees of up to {edges} edges at each"
+        raise InputError("sample.num_steps", len(schedule), problem, "fewer steps, fewer leaves, or tree.s=0")
     if edges * (prompts := deal(config.sample).share) > MOST_CALLS:
         key = "num_prompts" if config.sample.prompts_per_epoch is None else "prompts_per_epoch"
         problem = f"a process cannot go along {edges} edges for each in an epoch"
@@ -174,8 +175,12 @@ def epochs_within(config: Config, compute: float) -> int:
 def stages(config: Config) -> Iterator[tuple[int, Plan]]:
     """(epoch, plan) for every combination of a window's place and what is pruned that the run comes to."""
     around, prune, epochs = places(config), config.prune, config.train.epochs
-    # No depth is below the last step; one that is said to be is refused as soon as the first of these is looked at.
-    moves = min(max(prune.depth, default=0), config.sample.num_steps) if prune.depth_slide else 0
+    # No depth is below the last step; one that is said to be is refused when the first stage is looked at.
+    first = min(prune.depth, default=0) - (prune.stop_depth or 0)
+    moves = max(0, min(first, config.sample.num_steps)) if prune.depth_slide else 0
+    if moves * len(around) > MOST_STAGES:
+        problem = f"moves {moves} times while the window has {len(around)} places, which are too many cases to check"
+        raise InputError("prune.depth", prune.depth, problem, "smaller depths, fewer steps, or tree.s=0")
     slides = [n * prune.slide_interval for n in range(1, moves + 1)]
     changes = sorted({0, *slides, math.ceil(prune.until * epochs), epochs})
     for start, stop in itertools.pairwise(changes):
@@ -192,12 +197,6 @@ def check_plan(config: Config) -> None:
     if settings.until < 1 and config.train.max_seconds:
         problem = "a run that stops by the clock has no share of it that could be known beforehand"
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
-    pictures, steps = config.eval.num_prompts, config.eval.num_steps or config.sample.num_steps
-    if config.eval.num_steps:
-        grid(config, steps, "eval.num_steps")
-    if pictures * steps > MOST_CALLS:
-        problem = f"an evaluation cannot take {steps} steps for each"
-        raise InputError("eval.num_prompts", pictures, problem, f"at most {MOST_CALLS // steps}")
     for epoch, plan in stages(config):
         if len(plan.leaves) < 2:
             keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"
@@ -215,6 +214,12 @@ def check_plan(config: Config) -> None:
             trained = sorted({int(depth) for depth in plan.depth[plan.child][plan.stochastic]})
             problem = f"at epoch {epoch} that leaves no edge to train (those are at depths {trained})"
             raise InputError("prune.depth", list(how.depths), problem, "fewer depths")
+    pictures, steps = config.eval.num_prompts, config.eval.num_steps or config.sample.num_steps
+    if config.eval.num_steps:
+        grid(config, steps, "eval.num_steps")
+    if pictures * steps > MOST_CALLS:
+        problem = f"an evaluation cannot take {steps} steps for each"
+        raise InputError("eval.num_prompts", pictures, problem, f"at most {MOST_CALLS // steps}")
 
 
 def warnings_about(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ from accelerate.utils import (
 
 from . import log, shard
 from .checkpoint import Ema, State, clear, drop_best_from, head_of, newest_sound, set_aside, trainable
+from .checks import free_disk
 from .config import read_config
 from .config.schema import Config
 from .core.errors import InputError
@@ -35,8 +36,8 @@ from .rewards import Rewards
 from .together import Together, all_or_none
 
 
-def prepare(config: Config, resume: Path | None = None) -> Job:
-    """Check everything a user can get wrong, load it, and only then make the run's folder."""
+def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> Job:
+    """Check everything a user can get wrong, load it, and only then make the run's folder. `quiet` shows nothing."""
     check_plan(config)
     accelerator = start_accelerator(
         config,
@@ -52,13 +53,15 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         if resume:
             check_goes_on(config, resume, head["epoch"])
     parts = assemble(config, accelerator, head)
+    with all_or_none(accelerator):
+        amiss = probe(parts.model, parts.rewards, parts.prompts)
     state = parts.state
     if checkpoint:
         with all_or_none(accelerator):
             state.load(checkpoint)
     changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
-    run = log.Run(config, accelerator, resume, state.epoch)
-    with all_or_none(accelerator):
+    run = log.Run(config, accelerator, resume, state.epoch, quiet)
+    with all_or_none(accelerator), run.writing():
         if resume and accelerator.is_main_process:
             clear(resume / "checkpoints")
             drop_best_from(resume / "checkpoints", state.epoch)
@@ -69,8 +72,9 @@ def prepare(config: Config, resume: Path | None = None) -> Job:
         run.say(text)
     for text in changed:
         run.say(f"changed from epoch {state.epoch} on: {text}")
-    for text in warnings_about(config):
+    for text in [*warnings_about(config), *amiss]:
         run.warn_once(text)
+    run.warn_if_wrong(free_disk(config, state.parameters))
     together = Together(accelerator, state.sharded)
     return Job(config, accelerator, parts.model, parts.rewards, parts.prompts, parts.held_out, state, run, together)
 
@@ -109,7 +113,6 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) 
     embedded = embed(config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator)
     with all_or_none(accelerator):
         model = load_model(config, accelerator.device)
-        probe(model, rewards, prompts)
     split = shard.asked_for(config)
     if split:
         for module in filter(None, [model.module, model.frozen]):
@@ -134,7 +137,7 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) 
     state = State(parameters, optimizer, Ema(parameters, train.ema_decay, train.ema_every))
     told = [str(embedded)] if embedded else []
     told += settle(config, model, state, accelerator, prompts.texts[0])
-    told += geometry(config, accelerator.num_processes)
+    told += geometry(config, accelerator.num_processes, split)
     return Assembled(model, rewards, prompts, held_out, state, told)
 
 

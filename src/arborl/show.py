@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from .checks import Finding
 from .config.schema import Config
 from .core.prune import Pruning, prune
 from .draw import profile, sketch
@@ -52,3 +54,11 @@ def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
         out.print(
             f"train.kl={config.train.kl} adds {found['training_samples']} forwards of the reference, not counted here."
         )
+
+
+def print_finding(finding: Finding, out: Console) -> None:
+    """A line of `arborl doctor`: what was measured, and what to do where it is not right."""
+    mark = {True: "[green]ok[/green]   ", False: "[red]wrong[/red]", None: "·    "}[finding.ok]
+    out.print(f"{mark} [bold]{escape(finding.what)}[/bold]: {escape(finding.measured)}", soft_wrap=True)
+    if finding.advice and finding.ok is not True:
+        out.print(f"      → {escape(finding.advice)}", soft_wrap=True)

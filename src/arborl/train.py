@@ -5,6 +5,7 @@ from pathlib import Path
 from .config.schema import Config
 from .core.noise import fold
 from .core.prune import prune
+from .job import Job
 from .log import Bar
 from .plan import make_plan, pruning
 from .prepare import prepare
@@ -14,9 +15,12 @@ from .update import update
 
 def train(config: Config, resume: Path | None = None) -> Path:
     """Run `config.train.epochs` epochs, from the start or from a run's last checkpoint; returns the run's folder."""
-    job = prepare(config, resume)
-    model, run, state = job.model, job.run, job.state
-    together = job.together
+    return run_epochs(prepare(config, resume))
+
+
+def run_epochs(job: Job) -> Path:
+    """The epochs that a job has left."""
+    config, model, run, state, together = job.config, job.model, job.run, job.state, job.together
     schedule = model.schedule(config.sample.num_steps)
     try:
         with together.watched(), Bar(run, state.epoch, job.epochs) as bar:
@@ -37,6 +41,7 @@ def train(config: Config, resume: Path | None = None) -> Path:
                     scores = job.score(record, share)
                 with run.stage("advantage"):
                     job.tell_failures(scores, share)
+                    job.look_at(record, scores, share)
                     advantage = job.advantage(plan, scores, record)
                     keep = prune(plan, advantage, pruning(config, plan, epoch), key, share.ids)
                 with run.stage("record"), together.alone():

@@ -17,6 +17,7 @@ from .batches import batches, settled
 from .checkpoint import State
 from .collect import gather
 from .config.schema import Config, TrainConfig
+from .core.errors import InputError
 from .core.kernels import Coefficients, transition
 from .core.loss import clipped_surrogate
 from .core.noise import Key
@@ -43,9 +44,8 @@ class Stats:
     steps: int = 0
     skipped: int = 0  # no edge had an advantage
     broken: int = 0  # the gradient was not finite
-    groups: int = 0  # of trained weights: those of one kind of layer, wherever it stands
-    unreached: list[str] = field(default_factory=list)  # the groups without a gradient in the first step
-    unequal: list[str] = field(default_factory=list)  # parameters whose gradients differed between ranks in that step
+    reached: dict[str, bool] = field(default_factory=dict)  # kinds of layers, and whether a gradient came to them
+    unequal: list[str] = field(default_factory=list)  # parameters whose gradients differed between ranks
 
     def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
@@ -83,7 +83,7 @@ def update(
 
     A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
     change it. A step none of whose edges has an advantage is left out on every rank, unless there is a KL to follow.
-    `examine` looks where the first step's gradients came to, and whether all ranks have the same.
+    `examine` looks where the first two steps' gradients came to, and whether all ranks have the same.
     """
     stats, train = Stats(), config.train
     part_of = _partition(record.plan, share.total, train.updates, key)[share.ids.clamp_max(share.total - 1)]
@@ -104,13 +104,15 @@ def update(
                     loss = _loss(model, record, advantage, batch, train, stats, first=stats.steps == 0)
                 else:
                     loss = _idle_loss(model, record, with_reference=train.kl > 0)
+                if not loss.requires_grad:
+                    raise InputError("model.train", None, "no trained weight has a part in the model's answer")
                 # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
                 accelerator.backward(loss * (accelerator.num_processes / count))
-        if examine and stats.steps == 0:
+        if examine and stats.steps < 2:
             sizes = gradient_sizes(state.parameters, accelerator)
-            stats.unequal = unequal(sizes)
+            stats.unequal += unequal(sizes)
             reached = reached_groups({name: max(ranks) for name, ranks in sizes.items()})
-            stats.groups, stats.unreached = len(reached), [name for name, found in reached.items() if not found]
+            stats.reached = {name: found or stats.reached.get(name, False) for name, found in reached.items()}
         norm = clip_gradients(state.parameters.values(), train.max_grad_norm)
         stats.grad_norm = norm if norm != norm else max(stats.grad_norm, norm)
         if math.isfinite(norm):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
 import yaml
@@ -177,6 +178,8 @@ def _family_at(path: str) -> str:
     """The family of the pipeline at a path; its settings are in the group `model` under that name."""
     from ..models import family_of
 
+    _check_text("model.path", path)
+    _check_path("model.path", path)
     return family_of(path)
 
 
@@ -316,7 +319,7 @@ def _fits(value: object, kind: Any) -> bool:
         return all(_fits(entry, inner[0]) for entry in value)
     if isinstance(value, dict) and get_origin(kind) is dict:
         return all(_fits(entry, inner[1]) for entry in value.values())
-    return kind is Any or type(value) is kind or any(type(value) is each for each in inner)
+    return kind is Any or type(value) in (inner if isinstance(kind, UnionType) else (kind,))
 
 
 def _check_value(key: str, value: object, meta: Mapping[str, Any]) -> None:

@@ -1,0 +1,293 @@
+"""`arborl doctor`: is a flat curve a bug or a small batch?
+
+Each check is a line: what was measured, whether it is right, what to do. The measurements are in `checks.py`; a run
+makes the cheap ones too, and speaks up only if one fails.
+"""
+
+import copy
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from . import checks
+from .batches import settled
+from .checkpoint import load_weights, weights_of
+from .checks import Finding, amount
+from .collect import gather, unequal_weights
+from .config.schema import Config, EvalConfig, LogConfig, RewardConfig
+from .core.errors import InputError
+from .core.noise import fold, normal
+from .core.tree import Plan
+from .evaluate import decode_and_score
+from .fit import Trial, call, choose, forget_peak, memory_in_use, memory_there_is, rows, shown, trials
+from .plan import check_plan, make_plan, places, window_of, work
+from .prepare import Assembled, assemble, prepare, start_accelerator
+from .prompts import Deal, Prompts, Share, deal, share_of
+from .record import Record
+from .rollout import rollout
+from .runs import checkpoint_of
+from .shard import is_sharded
+from .train import run_epochs
+from .update import update
+
+PROMPTS = 2
+"""Prompts that each process looks at."""
+FROZEN = "these weights stay as they are: are they frozen, switched off, or not in the forward pass?"
+PLACES = 5
+"""Places of the window that are tried, at most."""
+
+
+def examine(config: Config, run: Path | None = None, canary_seconds: float = 120) -> Iterator[Finding]:
+    """Every check, one after the other, on all processes; each yields what the first process shows.
+
+    Nothing is written but the canary's run, which goes to a temporary folder.
+    """
+    check_plan(config)
+    accelerator = start_accelerator(config)
+    try:
+        patient = Patient(config, accelerator, run)
+    except InputError as error:
+        yield Finding("set-up", str(error), False, "nothing can be measured before that is mended")
+        return
+    texts = patient.parts.prompts.texts[:8]
+    for finding in patient.findings():
+        yield _agreed(finding, accelerator)
+    patient.release()
+    if canary_seconds:
+        yield _agreed(canary(config, texts, canary_seconds), accelerator)
+
+
+def _agreed(finding: Finding, accelerator: Accelerator) -> Finding:
+    """The finding of the first process that is not well, else that of the first."""
+    if accelerator.num_processes == 1:
+        return finding
+    found: list[Finding] = gather_object([finding])
+    rank, worst = next(((rank, one) for rank, one in enumerate(found) if one.ok is False), (0, found[0]))
+    return worst._replace(measured=f"on rank {rank}: {worst.measured}") if rank else worst
+
+
+class Patient:
+    """A model with its rewards and prompts, and one small rollout of it."""
+
+    def __init__(self, config: Config, accelerator: Accelerator, run: Path | None) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.parts: Assembled = assemble(config, accelerator, {"epoch": 0, "prompts": 0})
+        self.model, self.state = self.parts.model, self.parts.state
+        if run is not None:
+            load_weights(self.state.parameters, weights_of(checkpoint_of(run)))
+        self.device = accelerator.device
+        forget_peak(self.device)
+        how = Deal(PROMPTS * accelerator.num_processes, PROMPTS)
+        self.share: Share = share_of(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
+        self.cond = self.model.encode(self.share.prompts.texts)
+        self.key = fold(config.seed, 0)
+        self.schedule = self.model.schedule(config.sample.num_steps)
+        self.seconds: dict[str, float] = {}  # a row of each stage takes
+
+    def release(self) -> None:
+        """Give the memory back, for the run that follows."""
+        del self.parts, self.model, self.state, self.cond
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def findings(self) -> Iterator[Finding]:
+        config, model = self.config, self.model
+        for line in self.parts.told:
+            yield Finding("set-up", line, None)
+        yield checks.free_disk(config, self.state.parameters)
+        plan = make_plan(config, self.schedule, 0)
+        record = self.rollout(plan)
+        yield from checks.transitions(
+            checks.steps_of(model, record, config), checks.ratio_bound(model, self.accelerator)
+        )
+        yield from self.training(record)
+        made, finding = self.pictures(record)
+        yield finding
+        yield from checks.answers(self.parts.rewards, made[0], made[1], time.perf_counter)
+        yield self.spread(record)
+        yield from self.speed()
+
+    def rollout(self, plan: Plan) -> Record:
+        return rollout(self.model, plan, self.cond, self.key, self.share.ids, self.config.sample)
+
+    def training(self, record: Record) -> Iterator[Finding]:
+        """Two optimizer steps with advantages drawn by chance, looked at and taken back."""
+        state, accelerator, config = self.state, self.accelerator, copy.deepcopy(self.config)
+        config.train.updates = 2
+        plan = record.plan
+        address = torch.tensor([[int(i), 0, 0] for i in self.share.ids])
+        advantage = normal(fold(config.seed, 1), address, (plan.edges,)).to("cpu")
+        before = {name: _own(p).detach().cpu().clone() for name, p in state.parameters.items()}
+        apart = unequal_weights(state.parameters, accelerator)
+        keep = plan.stochastic.expand(len(advantage), -1)
+        try:
+            stats = update(self.model, state, accelerator, record, advantage, keep, config, self.key, self.share)
+        except InputError as error:
+            yield Finding("gradients", str(error), False, FROZEN)
+            return
+        moved = [name for name, p in state.parameters.items() if not torch.equal(_own(p).detach().cpu(), before[name])]
+        drifted = [] if apart else unequal_weights(state.parameters, accelerator)
+        self.seconds["memory"] = memory_in_use(self.device)
+        with torch.no_grad():
+            for name, parameter in state.parameters.items():
+                _own(parameter).copy_(before[name])
+        state.optimizer.state.clear()
+        missed = [name for name, found in stats.reached.items() if not found]
+        moved_anywhere = int(gather(torch.tensor([float(len(moved))]), accelerator).max())
+        yield Finding(
+            "gradients",
+            f"reached {len(stats.reached) - len(missed)} of {len(stats.reached)} groups of trained weights, norm "
+            f"{stats.grad_norm:.2g}; two steps moved {moved_anywhere} of {len(before)} tensors"
+            + (f"; not reached: {', '.join(missed[:4])}" if missed else "")
+            + (f"; {stats.broken} steps were not finite" if stats.broken else ""),
+            not missed and moved_anywhere > 0 and not stats.broken and math.isfinite(stats.grad_norm),
+            FROZEN if not stats.broken else "a gradient is not finite: try train.mixed_precision=no",
+        )
+        if accelerator.num_processes == 1:
+            yield Finding("processes", "one: there are no others to agree with", None)
+            return
+        split = state.sharded
+        told = "split between them" if split else f"{len(apart)} unequal before, {len(drifted)} after two steps"
+        yield Finding(
+            "processes",
+            f"{accelerator.num_processes}; weights {told}; {len(stats.unequal)} gradients unequal",
+            not (apart or drifted or stats.unequal),
+            "gradients are not synchronised, so every process trains a model of its own: is the model wrapped (DDP)?"
+            if not apart
+            else "the processes begin with different weights: do all load the same files?",
+        )
+
+    def pictures(self, record: Record) -> tuple[tuple[Tensor, Prompts], Finding]:
+        """A few leaves of every prompt, decoded, with their prompts."""
+        leaves = record.leaves[:, : max(2, 8 // PROMPTS)]
+        size = settled(self.config.sample.decode_batch_size)
+        made, finding = checks.pictures(self.model, leaves.flatten(0, 1), size)
+        return (made, self.share.prompts.repeat(leaves.shape[1])), finding
+
+    def spread(self, record: Record) -> Finding:
+        """How much the leaves' scores differ, with the window at some of its places."""
+        around = places(self.config)
+        chosen = [around[round(i * (len(around) - 1) / max(1, PLACES - 1))] for i in range(min(PLACES, len(around)))]
+        found: dict[int, checks.Spread] = {}
+        now = window_of(self.config, record.plan, 0)
+        for epoch, plan in [(0, record.plan), *chosen]:
+            window = window_of(self.config, plan, epoch)
+            if window in found:
+                continue
+            grown = record if window == now else self.rollout(make_plan(self.config, self.schedule, epoch))
+            size = settled(self.config.sample.decode_batch_size)
+            start = time.perf_counter()
+            scored = decode_and_score(self.model, self.parts.rewards.trained, grown.leaves, self.share.prompts, size)
+            self.seconds["score"] = (time.perf_counter() - start) / grown.leaves.shape[:2].numel()
+            found[window] = checks.spread_of(scored.scores.total, checks.groups_of_leaves(grown.plan))
+        return checks.spread(found, now, self.config.tree.s > 0)
+
+    def speed(self) -> Iterator[Finding]:
+        """Micro-batches that fit, and what an epoch will take."""
+        config, accelerator = self.config, self.accelerator
+        most = rows(config, accelerator.num_processes)
+        prompt = self.share.prompts.texts[0]
+        total = memory_there_is(self.device)
+        for key in ("sample.batch_size", "train.batch_size"):
+            section, name = key.split(".")
+            size = settled(getattr(getattr(config, section), name))
+            stage = call(key, self.model, self.state, accelerator, config, prompt)
+            tried = trials(stage, most[key], self.device, accelerator)
+            best, own = choose(tried), _at(tried, size)
+            self.seconds[key] = own.seconds
+            gain, fits = own.seconds / best.seconds, size < min((t.size for t in tried if not t.fits), default=math.inf)
+            yield Finding(
+                key,
+                f"{size}; a row takes with {shown(tried)} (an epoch has {most[key]} at the most)",
+                (None if gain > 1.25 else True) if fits else False,
+                f"{key}={best.size} is {gain:.1f} times as fast a row" if fits else f"{key}={best.size} is what fits",
+            )
+        share = deal(config.sample, accelerator.num_processes).share
+        mine = deal(config.sample).share
+        counts = [work(config, plan, epoch) for epoch, plan in places(config)]
+        forwards = sum(c.forwards for c in counts) / len(counts) * share / mine
+        parents = sum(c.forward_backwards for c in counts) / len(counts) * share / mine
+        leaves = most["sample.decode_batch_size"]
+        split = {
+            "rollout": forwards * self.seconds["sample.batch_size"],
+            "decode and score": leaves * self.seconds["score"],
+            "update": parents * self.seconds["train.batch_size"],
+        }
+        seconds = sum(split.values())
+        parts = ", ".join(f"{name} {value:.2g}" for name, value in split.items())
+        hours = seconds * config.train.epochs / 3600
+        yield Finding(
+            "forecast",
+            f"{seconds:.3g} s an epoch ({parts}); {hours:.2g} h for {config.train.epochs} epochs",
+            None,
+        )
+        latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * places(config)[0][1].nodes
+        peak = max(memory_in_use(self.device), self.seconds["memory"]) + max(0, share - PROMPTS) * latents
+        yield Finding(
+            "memory",
+            f"{amount(peak)} at the worst, of {amount(total)}",
+            peak < 0.95 * total,
+            "smaller micro-batches (auto finds them), train.gradient_checkpointing=true, sample.offload=true, or LoRA",
+        )
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return parameter.to_local() if is_sharded(parameter) else parameter  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _at(tried: list[Trial], size: int) -> Trial:
+    """The trial nearest to a size from below."""
+    return max((trial for trial in tried if trial.size <= size and trial.fits), key=lambda trial: trial.size)
+
+
+def canary(config: Config, texts: Sequence[str], seconds: float) -> Finding:
+    """A short run on a reward that anything can learn: pictures must get brighter, from the same noise as before.
+
+    In the first half of the time at the configured learning rate; if that shows nothing, at ten times as much.
+    """
+    said: list[str] = []
+    rose = False
+    for factor in (1.0, 10.0):
+        with tempfile.TemporaryDirectory(prefix="arborl-canary-") as folder:
+            job = prepare(_canary_config(config, texts, Path(folder), factor, seconds / 2), quiet=True)
+            job.keeps = False
+            run_epochs(job)
+        assert job.first
+        assert job.evaluated
+        change = job.evaluated[1].values["brightness"] - job.first.values["brightness"]
+        rise, error = float(change.mean()), float(change.std()) / math.sqrt(len(change))
+        rate = config.train.learning_rate * factor
+        said.append(f"{job.state.epoch} epochs at learning rate {rate:.0e}: brightness {rise:+.2g} ± {error:.1g}")
+        rose = rise > 3 * error
+        if rose:
+            break
+    slowly = "nothing is broken, but at your train.learning_rate little shows in this time: raise it, or train longer"
+    never = "nothing is learnt: look at the lines above, and at advantage_abs and grad_norm of a run"
+    advice = slowly if rose else never
+    return Finding("canary", "; ".join(said), (True if len(said) == 1 else None) if rose else False, advice)
+
+
+def _canary_config(config: Config, texts: Sequence[str], folder: Path, factor: float, seconds: float) -> Config:
+    """The same model and trees, few prompts, and brightness alone to learn."""
+    found, prompts = copy.deepcopy(config), folder / "prompts.txt"
+    prompts.write_text("\n".join(" ".join(text.split()) for text in texts), encoding="utf-8")
+    found.rewards = {"brightness": RewardConfig()}
+    found.prompts.path = str(prompts)
+    found.eval = EvalConfig(num_prompts=16, watch="off", num_steps=config.eval.num_steps)
+    found.log = LogConfig(dir=str(folder / "runs"), trackers=[], record_every=0, save_every=10**9)
+    found.run_name = "canary"
+    found.train.epochs, found.train.max_seconds = 100, seconds
+    found.train.learning_rate *= factor
+    found.prune.until = 1.0
+    found.sample.num_prompts, found.sample.prompts_per_epoch = min(deal(config.sample).share, 8), None
+    return found

@@ -1,0 +1,440 @@
+"""What a run survives: kill -9, damaged checkpoints, a full or read-only disk, interrupts at its very end. Each time it
+goes on to the state, bit for bit, that it would have come to undisturbed.
+"""
+
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arborl.checkpoint import checkpoints, newest_sound, problem_with
+from arborl.cli import main
+from arborl.config import load_config
+from arborl.train import train
+
+from launching import (
+    Ended,
+    Fork,
+    Limits,
+    Started,
+    arborl,
+    assert_same_run,
+    contents,
+    forked,
+    rows_of,
+    small_disk,
+    timeless,
+)
+
+MIXTURE = [
+    "--config-name=mixture",
+    "train.epochs=12",
+    "train.ema_decay=0.9",
+    "sample.num_prompts=2",
+    "eval.num_prompts=8",
+    "eval.every=2",
+    "log.save_every=1",
+    "log.record_every=0",
+]
+
+
+def uninterrupted(arguments: list[str], folder: Path) -> Path:
+    """What a run comes to when nothing happens to it."""
+    ended = forked("train", *arguments, f"log.dir={folder}", "run_name=whole", cwd=folder)
+    assert ended.code == 0, ended.said
+    return folder / "whole"
+
+
+# kill -9
+
+
+def half_written(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".epoch_*.tmp"))
+
+
+def kill(command: Started, run: Path, moment: str, amount: float) -> None:
+    """SIGKILL: `amount` seconds after its start, or after it is set up, or while it writes its n-th checkpoint."""
+    if moment == "start":
+        time.sleep(amount)
+    elif moment == "work":
+        command.until(lambda: "pictures an epoch" in command.said or command.code is not None)
+        time.sleep(amount)
+    else:
+        saved = last_epoch(run)
+        command.until(lambda: last_epoch(run) >= saved + amount, pause=0.0005)
+        command.until(lambda: _frozen_while_writing(command, run), pause=0.0005)
+    command.signal(signal.SIGKILL)
+    command.ended()
+
+
+def _frozen_while_writing(command: Started, run: Path) -> bool:
+    """Stop it where a checkpoint is half written; too late, and it goes on to the next one."""
+    if not half_written(run):
+        return False
+    command.signal(signal.SIGSTOP)
+    command.until(lambda: psutil.Process(command.pid).status() == psutil.STATUS_STOPPED, pause=0.0005)
+    if half_written(run):
+        return True
+    command.signal(signal.SIGCONT)
+    return False
+
+
+def last_epoch(run: Path) -> int:
+    found = checkpoints(run / "checkpoints")
+    return int(found[-1].name.removeprefix("epoch_")) if found else 0
+
+
+def killed_again_and_again(
+    start: Callable[..., Started], arguments: list[str], moments: list[tuple[str, float]], folder: Path
+) -> Counter[str]:
+    """Start a run, kill it, let it go on, and so on to its end: always with the same command. Where the kills fell."""
+    command = ["train", "--resume", "auto", *arguments, f"log.dir={folder}", "run_name=cut"]
+    run, fell = folder / "cut", Counter[str]()
+    for moment, amount in moments:
+        with start(*command, cwd=folder) as process:
+            kill(process, run, moment, amount)
+            code, said = process.ended()
+        assert code == -signal.SIGKILL, f"it came to its end before it could be killed: {said}"
+        fell["writing a checkpoint"] += half_written(run)
+        fell["before the first checkpoint"] += not checkpoints(run / "checkpoints")
+        fell["starting up"] += "pictures an epoch" not in said
+        fell["all"] += 1
+        for path in checkpoints(run / "checkpoints"):
+            assert problem_with(path) is None
+    with start(*command, cwd=folder) as process:
+        code, said = process.ended()
+    assert code == 0, said
+    assert not list((run / "checkpoints").glob(".*"))
+    return fell
+
+
+def test_a_run_that_is_killed_three_times(tmp_path: Path):
+    whole = uninterrupted(MIXTURE, tmp_path)
+    chance = random.Random(0)
+    moments = [("writing", 0), ("writing", 3), ("work", chance.uniform(0, 0.2))]
+    fell = killed_again_and_again(Fork, MIXTURE, moments, tmp_path)
+    assert fell["writing a checkpoint"] >= 2
+    assert_same_run(whole, tmp_path / "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("algo", ["tree", "branch"])
+def test_a_run_that_is_killed_twenty_times(tmp_path: Path, sd3_overrides: list[str], algo: str, kind: str):
+    """In every phase: while it starts, samples, learns, evaluates and writes."""
+    settings = [f"--config-name={algo}", *sd3_overrides, f"model.train={kind}", "train.epochs=60", "train.ema_decay=0.9"]
+    settings += ["sample.num_prompts=1", "eval.num_prompts=2", "eval.every=2", "log.save_every=1", "log.record_every=7"]
+    settings += ["tree.split_points=[0,2]"] if algo == "branch" else ["tree.w=2"]
+    whole = uninterrupted(settings, tmp_path)
+    rows = (whole / "metrics.jsonl").read_text().splitlines()
+    pace = sum(float(re.findall(r'"step_time": ([\d.e-]+)', row)[0]) for row in rows) / len(rows)
+    chance = random.Random(f"{algo} {kind}")
+    drawn = {"start": lambda: chance.uniform(0.1, 5), "work": lambda: chance.uniform(0, 4 * pace)}
+    drawn["writing"] = lambda: chance.randrange(3)
+    kinds = ["start"] * 4 + ["work"] * 9 + ["writing"] * 7
+    chance.shuffle(kinds)
+    fell = killed_again_and_again(arborl, settings, [(moment, drawn[moment]()) for moment in kinds], tmp_path)
+    print(f"{algo} {kind}: an epoch takes {pace:.2f} s; kills {dict(fell)}")
+    assert fell["all"] == 20
+    assert fell["writing a checkpoint"] >= 7
+    assert_same_run(whole, tmp_path / "cut")
+
+
+# one command for the start and for going on
+
+
+def test_resume_auto(tmp_path: Path, capsys):
+    """It starts what is not there, goes on with what was cut off, and leaves alone what is over."""
+    settings = [*MIXTURE, "train.epochs=4", f"log.dir={tmp_path}"]
+    whole = uninterrupted([*MIXTURE, "train.epochs=4"], tmp_path)
+
+    def auto(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["train", "--resume", "auto", *settings, *arguments])
+        return left.value.code, capsys.readouterr().err
+
+    code, said = auto()
+    assert code == 2
+    assert "run_name=auto: --resume auto must know which run it is about" in said
+    train(load_config("mixture", [*settings[1:], "run_name=cut", "train.epochs=2"]))
+    (tmp_path / "cut" / "summary.json").unlink()  # as if it had been cut off there
+    before = contents(tmp_path / "cut")
+    for changed in ("model.lora.rank=3", "seed=7", "prompts.path=/dev/null", "model.train=lora"):
+        code, said = auto("run_name=cut", changed)
+        assert code == 2
+        key, value = changed.split("=")
+        assert f"error: {key}={value}: cannot change when a run goes on; allowed: " in said
+    assert contents(tmp_path / "cut") == before
+    code, said = auto("run_name=cut")
+    assert code in (0, None), said
+    assert_same_run(whole, tmp_path / "cut")
+    before = contents(tmp_path / "cut")
+    code, said = auto("run_name=cut")
+    assert (code, said) == (0, f"{tmp_path / 'cut'} has come to its end already\n")
+    assert contents(tmp_path / "cut") == before
+
+
+# damage
+
+
+def places(size: int, chance: random.Random) -> list[int]:
+    """The first byte, the last, and some between."""
+    return [0, size - 1, *(chance.randrange(size) for _ in range(3))]
+
+
+def damages(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What may befall a checkpoint, a case at a time."""
+    chance = random.Random(1)
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+
+        def put(text: bytes, file: Path = file) -> Callable[[], object]:
+            return lambda: file.write_bytes(text)
+
+        for place in places(len(whole), chance):
+            flipped = bytes([whole[place] ^ 1 << chance.randrange(8)])
+            yield f"{file.name}: a bit at {place}", put(whole[:place] + flipped + whole[place + 1 :])
+            # Zeros that were zeros before are no damage.
+            zeroed = (whole[:place] + bytes(16) + whole[place + 16 :])[: len(whole)]
+            if zeroed != whole:
+                yield f"{file.name}: 16 zeros at {place}", put(zeroed)
+            yield f"{file.name}: cut to {place}", put(whole[:place])
+        for more in (b"\0", b"\n", b"x" * 4096):
+            yield f"{file.name}: {len(more)} more", put(whole + more)
+        yield f"{file.name}: gone", file.unlink
+        yield f"{file.name}: renamed", lambda file=file: file.rename(file.with_suffix(".bak"))
+        yield f"{file.name}: a folder", lambda file=file: (file.unlink(), file.mkdir())
+    yield "one more", lambda: (folder / "notes.txt").write_text("mine")
+    yield "one more folder", lambda: (folder / "old").mkdir()
+    yield "empty list", lambda: (folder / "SHA256SUMS").write_bytes(b"")
+    yield "not a folder", lambda: (shutil.rmtree(folder), folder.write_text("?"))
+    yield "nothing in it", lambda: [file.unlink() for file in folder.iterdir()]
+    other = folder.with_name("epoch_000003")
+    yield "another's list", lambda: shutil.copy(other / "SHA256SUMS", folder)
+    yield "another's weights", lambda: shutil.copy(other / "weights.safetensors", folder)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return uninterrupted([*MIXTURE, "train.epochs=4"], tmp_path_factory.mktemp("finished"))
+
+
+def test_no_damage_goes_unseen(tmp_path: Path, finished: Path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    before, newest = checkpoints(run / "checkpoints")
+    kept = shutil.copytree(newest, tmp_path / "kept")
+    assert newest_sound(run) == (newest, {})
+    cases = 0
+    for name, damage in damages(newest):
+        damage()
+        problem = problem_with(newest)
+        assert problem is not None, name
+        assert newest_sound(run) == (before, {newest: problem}), name
+        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+        shutil.copytree(kept, newest)
+        cases += 1
+    assert cases >= 140
+    assert problem_with(newest) is None
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, capsys):
+    whole = uninterrupted([*MIXTURE, "train.epochs=6"], tmp_path)
+    cut = train(load_config("mixture", [*MIXTURE[1:], f"log.dir={tmp_path}", "run_name=cut", "train.epochs=4"]))
+    weights = cut / "checkpoints" / "epoch_000004" / "ema.safetensors"
+    flip(weights)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--resume", str(cut), "train.epochs=6"])
+    said = capsys.readouterr().err
+    assert left.value.code == 0
+    assert "warning: checkpoint epoch_000004 is damaged (ema.safetensors is not what was written); it is left" in said
+    assert "kept as damaged_epoch_000004" in said
+    assert "epoch 4/6" in said, "the epoch after the third comes again"
+    assert (cut / "checkpoints" / "damaged_epoch_000004" / "ema.safetensors").is_file()
+    assert_same_run(whole, cut)
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle."""
+    text = bytearray(file.read_bytes())
+    text[len(text) // 2] ^= 4
+    file.write_bytes(text)
+
+
+def test_a_run_without_a_sound_checkpoint_is_left_as_it_is(tmp_path: Path, finished: Path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    for path in checkpoints(run / "checkpoints"):
+        flip(path / "optimizer.exp_avg.safetensors")
+    before = contents(run)
+    for command in (["train", "--resume", str(run), "train.epochs=9"], ["eval", "--run", str(run)]):
+        with pytest.raises(SystemExit) as left:
+            main(command)
+        told = Ended(left.value.code, capsys.readouterr().err)
+        assert told.stopped_with("none of its checkpoints is whole (epoch_000004 is damaged")
+    assert contents(run) == before
+
+
+# a disk that is full, or may not be written
+
+
+def test_a_full_disk(tmp_path: Path):
+    """Whatever meets it first: settings, TensorBoard's files, pictures, metrics, a checkpoint. One line, and the run
+    goes on once there is room.
+    """
+    settings = [*MIXTURE, "train.epochs=4", "log.record_every=0"]
+    met = fill(tmp_path, settings, [4, 12, 24, 64, 136, 228, 252])
+    assert met["a checkpoint"] >= 3
+    assert met["the run's folder"] >= 3
+
+
+def test_a_full_disk_at_a_tree_and_between_checkpoints(tmp_path: Path):
+    fill(tmp_path, [*MIXTURE, "train.epochs=2", "log.record_every=5"], [200])
+    # Metrics and TensorBoard's files grow with each epoch.
+    fill(tmp_path, [*MIXTURE, "train.epochs=20", "eval.every=0", "log.save_every=1000"], [64])
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_any_page(tmp_path: Path):
+    """Every size of a disk, page by page, up to the one that holds the run: each write is once the one that fails."""
+    met = fill(tmp_path, [*MIXTURE, "train.epochs=3", "log.record_every=2"], range(4, 640, 4))
+    assert met["nothing"]
+    # With one checkpoint at the end, the last evaluation and the summary come next.
+    met += fill(tmp_path, [*MIXTURE, "train.epochs=1", "log.save_every=1000"], range(112, 256, 4))
+    print(met)
+
+
+def fill(folder: Path, arguments: list[str], sizes: list[int] | range) -> Counter[str]:
+    """The same run on disks of so many KiB, each made larger afterwards; what it was that did not fit."""
+    folder = folder / str(len(list(folder.iterdir())))
+    folder.mkdir()
+    whole, met = uninterrupted(arguments, folder), Counter[str]()
+    with small_disk(folder / "disk") as disk:
+        for size in sizes:
+            run, seen = disk.path / f"x{size}", disk.seen / f"x{size}"
+            how = {"cwd": folder, "limits": Limits(disk=disk.shell.pid)}
+            disk.resize(size * 1024)
+            ended = forked("train", *arguments, f"log.dir={disk.path}", f"run_name={run.name}", **how)
+            for path in [*(seen / "checkpoints").glob("*"), *(seen / "checkpoints").glob(".*")]:
+                assert problem_with(path) is None, (size, path)
+            disk.resize(2**26)
+            if ended.code == 0:
+                met["nothing"] += 1
+            else:
+                assert ended.stopped_with("No space left on device"), (size, ended.said)
+                assert f"error: log.dir={disk.path}" in ended.said
+                met["a checkpoint" if "could not write a checkpoint" in ended.errors[0] else "the run's folder"] += 1
+                if seen.exists():
+                    ended = forked("train", "--resume", str(run), **how)
+                    assert ended.code == 0, (size, ended.said)
+            if seen.exists():
+                assert_same_run(whole, seen)
+            disk.do(f"rm -r '{disk.path}'/*")
+    return met
+
+
+def test_files_that_may_not_grow(tmp_path: Path):
+    """A quota by another name, for machines where no disk can be mounted: no file may have more than 20,000 bytes."""
+    settings = [*MIXTURE, "log.trackers=[]", "train.epochs=40", "eval.every=0", "log.save_every=5"]
+    whole = uninterrupted(settings, tmp_path)
+    limits = Limits(file_size=21_000)
+    ended = forked("train", *settings, f"log.dir={tmp_path}", "run_name=cut", cwd=tmp_path, limits=limits)
+    assert ended.stopped_with("cannot be written to (File too large)"), ended.said
+    saved = last_epoch(tmp_path / "cut")
+    assert 0 < saved < 40
+    assert saved % 5 == 0, "an epoch whose metrics could not be written does not count"
+    limits = Limits(file_size=10_000)
+    ended = forked("train", "--resume", "cut", cwd=tmp_path, limits=limits)
+    assert ended.stopped_with("File too large"), ended.said
+    assert last_epoch(tmp_path / "cut") == saved
+    ended = forked("train", "--resume", "cut", cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    assert_same_run(whole, tmp_path / "cut")
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, finished: Path):
+    run = shutil.copytree(finished, tmp_path / "runs" / "x")
+    how = {"cwd": tmp_path, "limits": Limits(unprivileged=True)}
+    before = contents(tmp_path / "runs")
+
+    def refused(closed: list[Path], *arguments: str, text: str) -> None:
+        for folder in closed:
+            folder.chmod(0o555)
+        try:
+            ended = forked("train", *arguments, **how)
+        finally:
+            for folder in closed:
+                folder.chmod(0o755)
+        assert ended.stopped_with(text), ended.said
+
+    everything = [tmp_path / "runs", *(path for path in (tmp_path / "runs").rglob("*") if path.is_dir())]
+    new, on = [*MIXTURE, "run_name=y"], ["--resume", "runs/x", "train.epochs=6"]
+    refused(everything, *new, text="error: log.dir=runs: cannot be written to (Permission denied)")
+    refused(everything, *on, text="error: log.dir=runs/x: cannot be written to (Permission denied)")
+    assert contents(tmp_path / "runs") == before
+    for part in ("samples", "checkpoints"):
+        refused([run / part], *on, text="error: log.dir=runs/x: cannot be written to (Permission denied)")
+
+
+def test_a_disk_that_turns_read_only(tmp_path: Path, finished: Path):
+    with small_disk(tmp_path / "disk") as disk:
+        disk.do(f"cp -r '{finished}' '{disk.path}/x'")
+        disk.do(f"mount -o remount,ro '{disk.path}'")
+        how = {"cwd": tmp_path, "limits": Limits(disk=disk.shell.pid)}
+        before = contents(disk.seen)
+        ended = forked("train", *MIXTURE, f"log.dir={disk.path}", "run_name=y", **how)
+        assert ended.stopped_with("Read-only file system"), ended.said
+        ended = forked("train", "--resume", str(disk.path / "x"), "train.epochs=6", **how)
+        assert ended.stopped_with("Read-only file system"), ended.said
+        assert contents(disk.seen) == before
+
+
+# interrupts at the very end
+
+SLOW_REWARD = """
+import time
+from pathlib import Path
+
+def score(images, prompts, columns):
+    if len(prompts) == 7:  # an evaluation's, not an epoch's
+        Path("evaluating").touch()
+        time.sleep(0.3)
+    return images.flatten(1).mean(1)
+"""
+
+
+def test_an_interrupt_after_the_last_epoch(tmp_path: Path):
+    """While the last checkpoint is written, and then while the last evaluation is made."""
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    settings = [*MIXTURE, "train.epochs=3", "eval.every=0", "log.save_every=1000", "eval.num_prompts=7"]
+    settings += ["rewards=none", "rewards.r.fn=slow:score"]
+    whole = uninterrupted(settings, tmp_path)
+    run = tmp_path / "runs" / "cut"
+    with arborl("train", *settings, "run_name=cut", cwd=tmp_path) as command:
+        command.until(lambda: _frozen_while_writing(command, run), pause=0.0005)
+        command.signal(signal.SIGTERM)
+        command.signal(signal.SIGCONT)
+        code, said = command.ended()
+    assert code == 130, said
+    assert "stopped; 3 epochs saved. To go on: arborl train --resume runs/cut" in said
+    assert "Traceback" not in said
+    assert rows_of(run) == 3
+    (tmp_path / "evaluating").unlink()
+    with arborl("train", "--resume", "runs/cut", cwd=tmp_path) as command:
+        command.until((tmp_path / "evaluating").exists)
+        command.signal(signal.SIGINT)
+        code, said = command.ended()
+    assert code == 130, said
+    assert "stopped; 3 epochs saved. To go on: arborl train --resume runs/cut" in said
+    assert "Traceback" not in said
+    assert not (run / "summary.json").exists()
+    ended = forked("train", "--resume", "runs/cut", cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    assert_same_run(whole, run)
+    assert [row["epoch"] for row in timeless(run)] == [0, 1, 2, 3]
