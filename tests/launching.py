@@ -1,4 +1,4 @@
-"""Runs in processes of their own: started, killed, launched together, on a disk that is full; and compared afterwards."""
+"""Runs in processes of their own: started, killed, launched together, on a disk that is full, and then compared."""
 
 import ctypes
 import json
@@ -208,9 +208,7 @@ class Command(Started):
         self.log = cwd / f"{self.mark}.log"
         known = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "ARBORL_TEST": self.mark}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, cwd=cwd, env=known, stdout=log, stderr=log, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, cwd=cwd, env=known, stdout=log, stderr=log, start_new_session=True)
         self.pid = self.process.pid
 
     @property
@@ -298,14 +296,6 @@ def launcher(processes: int, *arguments: str, cwd: Path) -> Command:
     """train.py with the mixture, as torchrun starts it."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return Command(*launcher, str(ROOT / "train.py"), "-c", "mixture", *arguments, cwd=cwd)
-
-
-def launch(processes: int, *arguments: str, cwd: Path) -> str:
-    """Run to the end; what was said."""
-    with launcher(processes, *arguments, cwd=cwd) as command:
-        code, said = command.ended()
-    assert code == 0, said
-    return said
 
 
 def rows_of(run: Path) -> int:

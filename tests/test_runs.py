@@ -1,46 +1,21 @@
-"""Whole runs in real processes: interrupted and resumed equals uninterrupted, two processes equal one."""
+"""Whole runs: interrupted and resumed equals uninterrupted, and what a run checks of itself."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import arborl.job as job_module
 import arborl.train as loop
-from arborl.checkpoint import problem_with
 from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.log import claim_folder
 from arborl.train import train
+from launching import Fork, assert_same_run, last_checkpoint, rows_of, timeless
 
-ROOT = Path(__file__).parent.parent
 MIXTURE = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=8", "log.record_every=0", "train.ema_decay=0.9"]
-
-
-def last_checkpoint(run: Path) -> Path:
-    return sorted((run / "checkpoints").glob("epoch_*"))[-1]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Weights, averages, optimizer and metrics, bit for bit; times aside."""
-    a, b = last_checkpoint(one), last_checkpoint(other)
-    assert a.name == b.name
-    assert (a / "SHA256SUMS").read_text() == (b / "SHA256SUMS").read_text()
-    assert problem_with(a) is None
-    assert problem_with(b) is None
-    assert timeless(one) == timeless(other)
-
-
-def timeless(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "step_time"} for row in rows]
 
 
 @pytest.mark.parametrize("kind", ["mixture", "lora", "full"])
@@ -58,150 +33,16 @@ def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, 
 def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_path: Path, number: signal.Signals):
     settings = [*MIXTURE, "train.epochs=60", "log.save_every=1000"]
     whole = train(load_config("mixture", [*settings, "run_name=whole", f"log.dir={tmp_path}"]))
-    command = [sys.executable, "-m", "arborl", "train", "-c", "mixture", *settings, "run_name=cut"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    log, deadline = tmp_path / "runs" / "cut" / "metrics.jsonl", time.monotonic() + 60
-    while not (log.exists() and log.read_text().count("\n") >= 5):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "arborl train --resume runs/cut" in errors
-    assert "Traceback" not in errors
     cut = tmp_path / "runs" / "cut"
+    with Fork("train", "-c", "mixture", *settings, "run_name=cut", cwd=tmp_path) as process:
+        process.until(lambda: rows_of(cut) >= 5)
+        process.signal(number)
+        code, said = process.ended()
+    assert code == 130
+    assert "arborl train --resume runs/cut" in said
+    assert "Traceback" not in said
     train(read_config(cut / "config.yaml"), resume=cut)
     assert_same_run(whole, cut)
-
-
-def launcher(processes: int, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    return [*launcher, str(ROOT / "train.py"), "-c", "mixture", *arguments], environment
-
-
-def launch(processes: int, *arguments: str, cwd: Path) -> str:
-    """Run to the end; what was said."""
-    command, environment = launcher(processes, *arguments)
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def test_one_process_equals_two(tmp_path: Path):
-    settings = ["train.epochs=4", "log.record_every=0", "eval.num_prompts=9", "train.batch_size=16", "train.updates=3"]
-    launch(1, *settings, "sample.num_prompts=4", "run_name=one", cwd=tmp_path)
-    launch(2, *settings, "sample.num_prompts=2", "run_name=two", cwd=tmp_path)
-    one, two = (load_file(last_checkpoint(tmp_path / "runs" / r) / "weights.safetensors") for r in ("one", "two"))
-    for name, weights in one.items():
-        torch.testing.assert_close(two[name], weights, rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(timeless(tmp_path / "runs" / "one"), timeless(tmp_path / "runs" / "two"), strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert theirs[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-
-
-ONE_RANK_FAILS = """
-import os
-import torch
-
-def nan(images, prompts, columns):
-    scores = images.flatten(1).mean(1)
-    return scores if os.environ.get("RANK") == "0" else torch.full_like(scores, torch.nan)
-
-def infinite(images, prompts, columns):
-    infinite.calls = getattr(infinite, "calls", 0) + 1
-    scores = images.flatten(1).mean(1)
-    return scores / 0 if os.environ.get("RANK") == "1" and infinite.calls > 3 else scores
-"""
-
-
-def test_a_rank_without_a_single_score_hangs_nobody(tmp_path: Path):
-    (tmp_path / "faulty.py").write_text(ONE_RANK_FAILS)
-    settings = ["train.epochs=2", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
-    launch(2, *settings, "rewards=none", "rewards.r.fn=faulty:nan", cwd=tmp_path)
-    row = timeless(tmp_path / "runs" / "x")[0]
-    assert (row["reward_failed"], row["steps"], row["parents"]) == (32, 2, 30)
-
-
-PARTS = """
-import os
-import torch
-
-calls = 0
-
-def parts(images, prompts, columns):
-    "Rank 1 names its parts the other way round, and fails at every other call."
-    global calls
-    calls += 1
-    low, high = torch.zeros(len(prompts)), torch.ones(len(prompts)) + images.flatten(1).mean(1).cpu()
-    if os.environ["RANK"] == "0":
-        return {"low": low, "high": high}
-    if calls % 2 == 0:
-        raise ConnectionError("rank 1 has no network")
-    return {"high": high, "low": low}
-
-def gone(images, prompts, columns):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "1" and calls > 3:
-        raise ConnectionError("rank 1 has no network")
-    return images.flatten(1).mean(1)
-"""
-
-
-def test_ranks_that_name_parts_in_another_order_and_fail_now_and_then(tmp_path: Path):
-    (tmp_path / "faulty.py").write_text(PARTS)
-    settings = ["train.epochs=2", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
-    settings += ["sample.decode_batch_size=8", "rewards=none"]
-    errors = launch(2, *settings, "rewards.r.fn=faulty:parts", cwd=tmp_path)
-    for row in timeless(tmp_path / "runs" / "x")[:2]:
-        assert row["rewards/r/low/mean"] == 0
-        assert row["rewards/r/high/mean"] > 1
-        assert row["rewards/r/failed"] == 0.25
-    assert "rewards.r failed (ConnectionError: rank 1 has no network" in errors, (
-        "whoever it was, the first rank says it"
-    )
-
-
-def test_a_reward_that_fails_on_one_rank_stops_both(tmp_path: Path):
-    (tmp_path / "faulty.py").write_text(PARTS)
-    settings = ["train.epochs=9", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
-    settings += ["train.max_failed=0.3", "sample.decode_batch_size=32", "rewards=none", "rewards.r.fn=faulty:gone"]
-    command, environment = launcher(2, *settings)
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode != 0
-    assert "error: rewards.r: failed on 32 of the 64 leaves of epoch 1 (ConnectionError: rank 1" in done.stderr
-    assert "1 epochs saved. To go on: arborl train --resume runs/x" in done.stderr
-
-
-def test_a_mistake_that_one_rank_alone_meets_is_told(tmp_path: Path):
-    (tmp_path / "faulty.py").write_text(ONE_RANK_FAILS)
-    settings = ["train.epochs=5", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
-    command, environment = launcher(2, *settings, "rewards=none", "rewards.r.fn=faulty:infinite")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode != 0
-    assert "error on rank 1: rewards.r.fn: returned an infinite score" in done.stderr
-
-
-def test_ctrl_c_on_two_processes_leaves_a_checkpoint(tmp_path: Path):
-    """The terminal signals the launcher and both ranks, and the launcher its ranks again; they leave together."""
-    settings = ["train.epochs=5000", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
-    command, environment = launcher(2, *settings, "log.save_every=100000")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)
-    log, deadline = tmp_path / "runs" / "x" / "metrics.jsonl", time.monotonic() + 60
-    while not (log.exists() and log.read_text().count("\n") >= 3):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert "To go on: arborl train --resume runs/x" in errors, errors
-    saved = int(last_checkpoint(tmp_path / "runs" / "x").name.removeprefix("epoch_"))
-    assert saved >= 3
-    assert len(timeless(tmp_path / "runs" / "x")) == saved
 
 
 def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch, capsys):

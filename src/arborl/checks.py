@@ -268,7 +268,8 @@ def spread(found: Mapping[int, Spread], window: int, moves: bool) -> Finding:
     if len(found) > 1:
         shown += "; within, by first step of the window: "
         shown += ", ".join(f"{place}: {one.within:.3g}" for place, one in sorted(found.items()))
-    enough = here.within > 1e-6 and here.within >= 0.1 * here.between
+    enough: bool | None = True if here.within >= 0.1 * here.between else None
+    enough = False if here.within < 1e-6 else enough  # what advantages take for equal
     elsewhere = best != window and found[best].within > 1.5 * here.within
     advice = "a tree whose leaves score alike teaches nothing: raise kernel.eta, or branch earlier"
     if elsewhere:

@@ -75,8 +75,8 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
 
 
 def _leave(code: int) -> None:
-    """End the process; one of several at once."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    """End the process; under a launcher at once."""
+    if "WORLD_SIZE" in os.environ:
         # Threads of gloo may outlive their process group and abort the process when its interpreter ends
         # (pytorch/pytorch#179291). All that matters is written and closed by now.
         sys.stdout.flush()

@@ -91,6 +91,7 @@ class Patient:
         self.key = fold(config.seed, 0)
         self.schedule = self.model.schedule(config.sample.num_steps)
         self.seconds: dict[str, float] = {}  # a row of each stage takes
+        self.peak = 0  # bytes, while weights were trained
 
     def release(self) -> None:
         """Give the memory back, for the run that follows."""
@@ -136,7 +137,7 @@ class Patient:
             return
         moved = [name for name, p in state.parameters.items() if not torch.equal(_own(p).detach().cpu(), before[name])]
         drifted = [] if apart else unequal_weights(state.parameters, accelerator)
-        self.seconds["memory"] = memory_in_use(self.device)
+        self.peak = memory_in_use(self.device)
         with torch.no_grad():
             for name, parameter in state.parameters.items():
                 _own(parameter).copy_(before[name])
@@ -231,7 +232,7 @@ class Patient:
             None,
         )
         latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * places(config)[0][1].nodes
-        peak = max(memory_in_use(self.device), self.seconds["memory"]) + max(0, share - PROMPTS) * latents
+        peak = max(memory_in_use(self.device), self.peak) + max(0, share - PROMPTS) * latents
         yield Finding(
             "memory",
             f"{amount(peak)} at the worst, of {amount(total)}",

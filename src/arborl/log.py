@@ -127,6 +127,7 @@ class Run:
         """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
         kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
         with self.writing():
+            (self.folder / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
             write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
             (self.folder / ".config.yaml.tmp").replace(self.folder / "config.yaml")

@@ -113,10 +113,11 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) 
     embedded = embed(config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator)
     with all_or_none(accelerator):
         model = load_model(config, accelerator.device)
-    split = shard.asked_for(config)
+    how = shard.asked_for(config)
+    split = how != "no"
     if split:
         for module in filter(None, [model.module, model.frozen]):
-            shard.shard(module, accelerator)
+            shard.shard(module, accelerator, how)
     parameters = trainable(model.module)
     train = config.train
     optimizer = torch.optim.AdamW(

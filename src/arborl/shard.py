@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -19,24 +19,35 @@ from .config.schema import Config
 from .core.errors import InputError
 
 
-def asked_for(config: Config) -> bool:
-    """Whether weights are to be split: as `train.shard` says, and where that is auto as the accelerate config does."""
+def asked_for(config: Config) -> str:
+    """How weights are to be split, as `train.shard` says; where that is auto, as the accelerate config does."""
     if config.train.shard != "auto":
-        return config.train.shard == "full"
+        return config.train.shard
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return False
+        return "no"
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise InputError(
             "fsdp_version", os.environ.get("FSDP_VERSION", "1"), "of the accelerate config is too old", "2"
         )
     if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
         raise InputError("fsdp_offload_params", "true", "weights on the host are not trained here", "false")
-    return True
+    return "full"
 
 
-def shard(module: nn.Module, accelerator: Accelerator) -> None:
+def mesh_of(accelerator: Accelerator, how: str) -> DeviceMesh:
+    """The processes that share one copy of the weights: all of them, or those of a machine."""
+    kind, everyone = accelerator.device.type, accelerator.num_processes
+    if how == "full":
+        return init_device_mesh(kind, (everyone,))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or everyone)
+    if everyone % here:
+        raise InputError("train.shard", "node", f"{everyone} processes are not {here} on every machine", "full")
+    return init_device_mesh(kind, (everyone // here, here), mesh_dim_names=("copies", "parts"))
+
+
+def shard(module: nn.Module, accelerator: Accelerator, how: str) -> None:
     """Split a module's weights in place, a block at a time: only the block at work is ever whole."""
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    mesh = mesh_of(accelerator, how)
     half = accelerator.mixed_precision == "bf16"
     # Inputs are not cast: autocast does that where it is right, and a timestep in bfloat16 is another one.
     blocks = MixedPrecisionPolicy(

@@ -235,8 +235,9 @@ class TrainConfig:
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
     shard: str = knob(
         "auto",
-        "Split weights, gradients and optimizer over the processes (FSDP2); auto does what the accelerate config says.",
-        choices=("auto", "no", "full"),
+        "Split weights, gradients and optimizer (FSDP2) over all processes, or over those of a node so that each has "
+        "a copy; auto does what the accelerate config says.",
+        choices=("auto", "no", "full", "node"),
     )
     max_broken: int = knob(
         10,

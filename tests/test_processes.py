@@ -1,0 +1,409 @@
+"""Several processes: they come to what one comes to, leave together, and none is left behind."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arborl.checkpoint import problem_with
+from launching import (
+    ROOT,
+    Command,
+    Ended,
+    forked,
+    last_checkpoint,
+    launcher,
+    ranks,
+    rows_of,
+    timeless,
+)
+
+MIXTURE = [
+    "--config-name=mixture",
+    "train.epochs=4",
+    "train.batch_size=16",
+    "train.updates=3",
+    "sample.prompts_per_epoch=4",
+    "eval.num_prompts=9",
+    "log.record_every=0",
+]
+
+
+def trained(processes: int, arguments: list[str], cwd: Path, name: str) -> Path:
+    for ended in ranks(processes, "train", *arguments, f"run_name={name}", cwd=cwd):
+        assert ended.code == 0, ended.said
+        assert "Traceback" not in ended.said
+    return cwd / "runs" / name
+
+
+def assert_close(one: Path, other: Path, atol: float = 1e-6) -> None:
+    """The same weights and metrics, but for the order in which numbers are summed."""
+    mine, theirs = (load_file(last_checkpoint(run) / "weights.safetensors") for run in (one, other))
+    assert mine.keys() == theirs.keys()
+    for name, weights in mine.items():
+        torch.testing.assert_close(theirs[name], weights, rtol=0, atol=atol)
+    for row, theirs in zip(timeless(one), timeless(other), strict=True):
+        assert row.keys() == theirs.keys()
+        for name, value in row.items():
+            same = value is None if theirs[name] is None else theirs[name] == pytest.approx(value, rel=1e-3, abs=1e-4)
+            assert same, (row["epoch"], name, value, theirs[name])
+
+
+# as many as one
+
+
+def test_the_mixture_on_one_two_and_four_processes(tmp_path: Path):
+    """Copied or split, evenly or not: three prompts on two processes leave one of them with less to do."""
+    kl = [*MIXTURE, "train.kl=0.1", "train.ema_decay=0.9"]
+    one = trained(1, kl, tmp_path, "one")
+    assert_close(one, trained(2, kl, tmp_path, "two"))
+    assert_close(one, trained(4, [*kl, "train.shard=full"], tmp_path, "four"))
+    uneven = [*MIXTURE, "sample.prompts_per_epoch=3", "train.kl=0"]
+    one = trained(1, uneven, tmp_path, "three-on-one")
+    assert_close(one, trained(2, [*uneven, "train.shard=full"], tmp_path, "three-on-two"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [3, 4])
+@pytest.mark.parametrize("kl", [0, 0.1])
+@pytest.mark.parametrize("shard", ["no", "full"])
+def test_every_way_to_train_the_mixture(tmp_path: Path, shard: str, kl: float, prompts: int):
+    settings = [*MIXTURE, f"train.shard={shard}", f"train.kl={kl}", f"sample.prompts_per_epoch={prompts}"]
+    one = trained(1, [*settings, "train.shard=no"], tmp_path, "one")
+    for processes in (2, 3, 4):
+        assert_close(one, trained(processes, settings, tmp_path, f"on-{processes}"))
+
+
+def test_prompts_of_each_process_are_prompts_of_an_epoch(tmp_path: Path):
+    """Two for each of two processes are four for one."""
+    settings = [*MIXTURE, "train.epochs=2", "sample.prompts_per_epoch=null"]
+    one = trained(1, [*settings, "sample.num_prompts=4"], tmp_path, "one")
+    assert_close(one, trained(2, [*settings, "sample.num_prompts=2"], tmp_path, "two"))
+
+
+def pictures(sd3_overrides: list[str], kind: str) -> list[str]:
+    few = ["--config-name=mixture", *sd3_overrides, f"model.train={kind}", "train.epochs=2", "log.record_every=0"]
+    return [*few, "sample.prompts_per_epoch=3", "tree.w=2", "train.learning_rate=1e-4", "train.batch_size=4"]
+
+
+def test_a_transformer_on_two_processes(tmp_path: Path, sd3_overrides: list[str]):
+    few = pictures(sd3_overrides, "lora")
+    one = trained(1, few, tmp_path, "one")
+    assert_close(one, trained(2, [*few, "train.shard=full"], tmp_path, "split"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_every_way_to_train_a_transformer_on_two_processes(tmp_path: Path, sd3_overrides: list[str], kind: str):
+    few = [*pictures(sd3_overrides, kind), "train.kl=0.1", "train.epochs=4", "train.updates=2", "train.ema_decay=0.9"]
+    one = trained(1, few, tmp_path, "one")
+    assert_close(one, trained(2, few, tmp_path, "two"))
+    assert_close(one, trained(2, [*few, "train.shard=full"], tmp_path, "split"))
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
+    """Two with a copy each, then one, then two that share the weights."""
+    settings = [*MIXTURE, "train.epochs=6", "train.kl=0.1", "train.ema_decay=0.9", "sample.prompts_per_epoch=4"]
+    one = trained(1, settings, tmp_path, "one")
+    run = trained(2, [*settings, "train.epochs=2"], tmp_path, "many")
+    for processes, more in ((1, ["train.epochs=4"]), (2, ["train.epochs=6", "train.shard=full"])):
+        for ended in ranks(processes, "train", "--resume", "runs/many", *more, cwd=tmp_path):
+            assert ended.code == 0, ended.said
+    assert [row["epoch"] for row in timeless(run)] == [0, 1, 2, 3, 4, 5, 6]
+    assert_close(one, run)
+
+
+TELLING = """
+from pathlib import Path
+from accelerate import PartialState
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from arborl.models.mixture import MixtureModel
+
+class Telling(MixtureModel):
+    "Notes how its weights are held."
+
+    def predict(self, x, t, cond):
+        kind = "split" if all(isinstance(p, DTensor) for p in self.module.parameters()) else "whole"
+        kind = "copied" if isinstance(self.module, DistributedDataParallel) else kind
+        Path(f"rank{PartialState().process_index}of{PartialState().num_processes}.{kind}").touch()
+        return super().predict(x, t, cond)
+"""
+
+
+@pytest.mark.parametrize(("name", "kind"), [pytest.param("ddp", "copied", marks=pytest.mark.slow), ("fsdp2", "split")])
+def test_ready_made_settings_for_accelerate(tmp_path: Path, name: str, kind: str):
+    (tmp_path / "telling.py").write_text(TELLING)
+    settings = [*MIXTURE, "model.family=telling:Telling", "train.epochs=2"]
+    one = trained(1, settings, tmp_path, "one")
+    accelerate, cluster = Path(sys.executable).with_name("accelerate"), ROOT / "cluster" / f"{name}.yaml"
+    start = [str(accelerate), "launch", "--config_file", str(cluster), "--num_processes", "2"]
+    with Command(*start, str(ROOT / "train.py"), *settings, "run_name=two", cwd=tmp_path) as command:
+        code, said = command.ended()
+    assert code == 0, said
+    assert {f"rank0of2.{kind}", f"rank1of2.{kind}"} <= {path.name for path in tmp_path.iterdir()}
+    assert_close(one, tmp_path / "runs" / "two")
+
+
+# one of them fails
+
+FAULTY = """
+import os
+import shutil
+from pathlib import Path
+import torch
+from arborl.models.mixture import MixtureModel
+
+ALL = -1
+
+class Faulty(MixtureModel):
+    "On one rank, from some call on, something goes wrong: FAULT is what, RANK whose, and AT when."
+
+    calls = 0
+
+    def due(self, where):
+        fault, rank, at = FAULT
+        if fault.split()[0] != where or rank not in (int(os.environ.get("RANK", "0")), ALL):
+            return False
+        self.calls += 1
+        return self.calls > at
+
+    def encode(self, prompts):
+        if self.due("encode"):
+            raise RuntimeError("no such word")
+        if self.due("folder"):
+            shutil.rmtree("runs/x/checkpoints")
+            Path("runs/x/checkpoints").write_text("not a folder")
+        return super().encode(prompts)
+
+    def decode(self, latents):
+        if self.due("decode"):
+            raise RuntimeError("no such picture")
+        return super().decode(latents)
+
+    def predict(self, x, t, cond):
+        if torch.is_grad_enabled():
+            if self.due("learn"):
+                raise RuntimeError("no such gradient")
+            found = super().predict(x, t, cond)
+            if self.due("nan") and (FAULT[0] == "nan" or self.calls == FAULT[2] + 1):
+                found.register_hook(lambda gradient: gradient * torch.nan)
+            return found
+        if self.due("draw"):
+            raise RuntimeError("no such noise")
+        return super().predict(x, t, cond)
+"""
+
+FAULTS = [
+    "train.epochs=6",
+    "train.updates=1",
+    "train.batch_size=1024",
+    "sample.prompts_per_epoch=4",
+    "log.save_every=2",
+]
+FAULTS += ["model.family=faulty:Faulty", "log.record_every=0", "eval.num_prompts=4", "train.kl=0", "run_name=x"]
+
+
+def failing(folder: Path, fault: str, rank: int, at: int, *arguments: str) -> list[Ended]:
+    """Two processes, one of which meets a fault; each has ended by itself, or this would not come back."""
+    folder.mkdir()
+    (folder / "faulty.py").write_text(FAULTY + f"\nFAULT = {(fault, rank, at)}\n")
+    ended = ranks(2, "train", "--config-name=mixture", *FAULTS, *arguments, cwd=folder)
+    assert all(each.code not in (0, None) for each in ended), ended
+    return ended
+
+
+@pytest.mark.parametrize("shard", ["no", "full"])
+def test_a_rank_that_fails_stops_all(tmp_path: Path, shard: str):
+    """While it encodes, samples, decodes or learns: the error is told once, and what is whole is kept."""
+    faults = [("draw", 1, 60, "no such noise"), ("learn", 1, 3, "no such gradient")]
+    if shard == "no":  # it makes no difference to the others
+        faults += [("encode", 0, 4, "no such word"), ("decode", -1, 4, "no such picture")]
+    for fault, rank, at, text in faults:
+        ended = failing(tmp_path / fault, fault, rank, at, f"train.shard={shard}")
+        run, first = tmp_path / fault / "runs" / "x", max(rank, 0)
+        assert ended[first].said.count("Traceback") == ended[first].said.count(f"RuntimeError: {text}") == 1, ended
+        assert "Traceback" not in ended[1 - first].said, ended[1 - first].said
+        assert "To go on: arborl train --resume runs/x" in ended[0].said
+        saved = int(last_checkpoint(run).name.removeprefix("epoch_"))
+        assert problem_with(last_checkpoint(run)) is None
+        if fault in ("encode", "decode") or (fault, shard) == ("draw", "no"):
+            # All leave at the same place, with the last whole epoch.
+            assert f"rank {first} failed (RuntimeError: {text})" in ended[1 - first].said
+            assert saved == rows_of(run) > 0
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_all(tmp_path: Path):
+    """Its folder turns into a file under the run. Split weights are gathered to the end all the same."""
+    for shard in ("no", "full"):
+        ended = failing(tmp_path / shard, "folder", 0, 4, f"train.shard={shard}")
+        assert ended[0].stopped_with("could not write a checkpoint")
+        assert "stopped on rank 1: rank 0 failed (InputError: log.dir=runs/x/checkpoints" in ended[1].said
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path: Path):
+    """Both leave the step out, and are the same afterwards: with copies a checkpoint says so if they are not."""
+    runs = {}
+    for name, processes, rank, more in (
+        ("one", 1, 0, []),
+        ("two", 2, 1, []),
+        ("split", 2, 1, ["train.shard=full"]),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "faulty.py").write_text(f"{FAULTY}\nFAULT = {('nan once', rank, 2)}\n")
+        runs[name] = trained(processes, ["--config-name=mixture", *FAULTS, *more], tmp_path / name, "x")
+        assert [row.get("steps_broken") for row in timeless(runs[name])] == [0, 0, 1, 0, 0, 0, None]
+        assert [row.get("steps") for row in timeless(runs[name])] == [1, 1, 0, 1, 1, 1, None]
+    assert_close(runs["one"], runs["two"])
+    assert_close(runs["one"], runs["split"])
+
+
+def test_gradients_that_are_not_finite_any_more(tmp_path: Path):
+    for shard in ("no", "full"):
+        ended = failing(tmp_path / shard, "nan", 1, 1, f"train.shard={shard}", "train.max_broken=3")
+        text = "train.max_broken=3: the last 3 optimizer steps had gradients that are not finite"
+        cure = "allowed: a lower train.learning_rate or another precision"
+        assert ended[0].stopped_with(text)
+        assert (ended[1].code, ended[1].said) == (1, f"stopped on rank 1: rank 0 failed (InputError: {text}; {cure})\n")
+        assert "nothing to learn" not in ended[0].said
+        assert rows_of(tmp_path / shard / "runs" / "x") == 4
+
+
+def killed_rank(folder: Path, shard: str) -> None:
+    settings = ["train.epochs=5000", "log.record_every=0", "eval.num_prompts=4", "sample.prompts_per_epoch=4"]
+    settings += ["run_name=x", "log.save_every=3", f"train.shard={shard}"]
+    run = folder / "runs" / "x"
+    with launcher(2, *settings, cwd=folder) as command:
+        command.until(lambda: rows_of(run) >= 8)
+        (second,) = [process for process in command.left() if process.environ().get("RANK") == "1"]
+        second.kill()
+        code, said = command.ended(within=60)
+        assert code != 0
+        assert command.left() == [], said
+    saved = int(last_checkpoint(run).name.removeprefix("epoch_"))
+    assert saved >= 6
+    ended = forked("train", "--resume", "runs/x", f"train.epochs={saved + 2}", "train.shard=no", cwd=folder)
+    assert ended.code == 0, ended.said
+    assert [row["epoch"] for row in timeless(run)] == list(range(saved + 3))
+
+
+def test_a_rank_that_is_killed(tmp_path: Path):
+    """Its launcher and the other end too, and one process alone goes on."""
+    killed_rank(tmp_path, "full")
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_copy_that_is_killed(tmp_path: Path):
+    killed_rank(tmp_path, "no")
+
+
+def test_ctrl_c_on_two_processes_leaves_a_checkpoint(tmp_path: Path):
+    """The terminal signals the launcher and both ranks, and the launcher its ranks again; they leave together."""
+    settings = ["train.epochs=5000", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    run = tmp_path / "runs" / "x"
+    with launcher(2, *settings, "log.save_every=100000", cwd=tmp_path) as command:
+        command.until(lambda: rows_of(run) >= 3)
+        for process in command.left():
+            process.send_signal(signal.SIGINT)
+        _, said = command.ended()
+        assert command.left() == []
+    assert "To go on: arborl train --resume runs/x" in said, said
+    saved = int(last_checkpoint(run).name.removeprefix("epoch_"))
+    assert saved >= 3
+    assert len(timeless(run)) == saved
+
+
+# rewards that differ from rank to rank
+
+REWARDS = """
+import os
+import torch
+
+second = os.environ["RANK"] == "1"
+calls = 0
+
+def call(prompts):
+    "Which it is of those that a run makes; before that it tries two pictures."
+    global calls
+    calls += len(prompts) > 2
+    return calls
+
+def nan(images, prompts, columns):
+    scores = images.flatten(1).mean(1)
+    return torch.full_like(scores, torch.nan) if second else scores
+
+def infinite(images, prompts, columns):
+    scores = images.flatten(1).mean(1)
+    return scores / 0 if call(prompts) > 2 and second else scores
+
+def parts(images, prompts, columns):
+    "Rank 1 names its parts the other way round, and fails at every other call."
+    low, high = torch.zeros(len(prompts)), torch.ones(len(prompts)) + images.flatten(1).mean(1).cpu()
+    if call(prompts) % 2 and second:
+        raise ConnectionError("rank 1 has no network")
+    return {"high": high, "low": low} if second else {"low": low, "high": high}
+
+def gone(images, prompts, columns):
+    if call(prompts) > 2 and second:
+        raise ConnectionError("rank 1 has no network")
+    return images.flatten(1).mean(1)
+"""
+
+REWARDED = ["train.epochs=2", "log.record_every=0", "eval.num_prompts=8", "sample.num_prompts=2", "run_name=x"]
+
+
+def rewarded(folder: Path, function: str, *arguments: str) -> list[Ended]:
+    (folder / "rewarding.py").write_text(REWARDS)
+    reward = ["rewards=none", f"rewards.r.fn=rewarding:{function}"]
+    return ranks(2, "train", "--config-name=mixture", *REWARDED, *reward, *arguments, cwd=folder)
+
+
+def test_a_rank_without_a_single_score_hangs_nobody(tmp_path: Path):
+    ended = rewarded(tmp_path, "nan")
+    assert [each.code for each in ended] == [0, 0], ended
+    row = timeless(tmp_path / "runs" / "x")[0]
+    assert (row["reward_failed"], row["steps"], row["parents"]) == (32, 2, 30)
+
+
+def test_ranks_that_name_parts_in_another_order_and_fail_now_and_then(tmp_path: Path):
+    ended = rewarded(tmp_path, "parts", "sample.decode_batch_size=8")
+    assert [each.code for each in ended] == [0, 0], ended
+    for row in timeless(tmp_path / "runs" / "x")[:2]:
+        assert row["rewards/r/low/mean"] == 0
+        assert row["rewards/r/high/mean"] > 1
+        assert row["rewards/r/failed"] == 0.25
+    told = "rewards.r failed (ConnectionError: rank 1 has no network"
+    assert told in ended[0].said, "whoever it was, the first rank says it"
+
+
+def test_a_mistake_that_one_rank_alone_meets_is_told(tmp_path: Path):
+    ended = rewarded(tmp_path, "infinite", "train.epochs=5")
+    assert ended[1].stopped_with("error on rank 1: rewards.r.fn: returned an infinite score")
+    assert (ended[0].code, ended[0].errors) == (1, [])
+
+
+FAILING = ["train.epochs=9", "train.max_failed=0.3", "sample.decode_batch_size=32"]
+
+
+def test_a_reward_that_fails_on_one_rank_stops_both(tmp_path: Path):
+    ended = rewarded(tmp_path, "gone", *FAILING)
+    text = "rewards.r: failed on 32 of the 64 leaves of epoch 1 (ConnectionError: rank 1"
+    assert ended[0].stopped_with(f"error: {text}")
+    assert f"stopped on rank 1: rank 0 failed (InputError: {text}" in ended[1].said
+    assert "1 epochs saved. To go on: arborl train --resume runs/x" in ended[0].said
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_under_a_launcher(tmp_path: Path):
+    """It ends all with the first that leaves, which is not before the checkpoint is written."""
+    (tmp_path / "rewarding.py").write_text(REWARDS)
+    with launcher(2, *REWARDED, *FAILING, "rewards=none", "rewards.r.fn=rewarding:gone", cwd=tmp_path) as command:
+        code, said = command.ended()
+        assert command.left() == []
+    assert code != 0
+    assert "error: rewards.r: failed on 32 of the 64 leaves of epoch 1 (ConnectionError: rank 1" in said
+    assert "1 epochs saved. To go on: arborl train --resume runs/x" in said
+    assert problem_with(last_checkpoint(tmp_path / "runs" / "x")) is None
