@@ -268,20 +268,22 @@ def forked(*arguments: str, cwd: Path, limits: Limits | None = None) -> Ended:
         return process.ended()
 
 
-def ranks(count: int, *arguments: str, cwd: Path) -> list[Ended]:
-    """`arborl` in several processes that know of each other.
+def ranks(count: int, *arguments: str, cwd: Path, machines: int = 1) -> list[Ended]:
+    """`arborl` in several processes that know of each other, on what they take for so many machines.
 
     Nobody ends one for another here, as a launcher would: each must come to its end by itself.
     """
     if count == 1:
         return [forked(*arguments, cwd=cwd)]
-    with socket.socket() as some, ExitStack() as stack:
+    with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1]), "WORLD_SIZE": str(count)}
-        some.close()
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1])}
+    here = count // machines
+    known = place | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)}
+    with ExitStack() as stack:
         started = [
             stack.enter_context(
-                Fork(*arguments, cwd=cwd, environment=place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                Fork(*arguments, cwd=cwd, environment=known | {"RANK": str(rank), "LOCAL_RANK": str(rank % here)})
             )
             for rank in range(count)
         ]

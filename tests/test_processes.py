@@ -32,8 +32,8 @@ MIXTURE = [
 ]
 
 
-def trained(processes: int, arguments: list[str], cwd: Path, name: str) -> Path:
-    for ended in ranks(processes, "train", *arguments, f"run_name={name}", cwd=cwd):
+def trained(processes: int, arguments: list[str], cwd: Path, name: str, machines: int = 1) -> Path:
+    for ended in ranks(processes, "train", *arguments, f"run_name={name}", cwd=cwd, machines=machines):
         assert ended.code == 0, ended.said
         assert "Traceback" not in ended.said
     return cwd / "runs" / name
@@ -56,11 +56,13 @@ def assert_close(one: Path, other: Path, atol: float = 1e-6) -> None:
 
 
 def test_the_mixture_on_one_two_and_four_processes(tmp_path: Path):
-    """Copied or split, evenly or not: three prompts on two processes leave one of them with less to do."""
+    """Copied, split, or split on each of two machines; evenly or not: three prompts on two processes leave one of them
+    with less to do.
+    """
     kl = [*MIXTURE, "train.kl=0.1", "train.ema_decay=0.9"]
     one = trained(1, kl, tmp_path, "one")
     assert_close(one, trained(2, kl, tmp_path, "two"))
-    assert_close(one, trained(4, [*kl, "train.shard=full"], tmp_path, "four"))
+    assert_close(one, trained(4, [*kl, "train.shard=node"], tmp_path, "four", machines=2))
     uneven = [*MIXTURE, "sample.prompts_per_epoch=3", "train.kl=0"]
     one = trained(1, uneven, tmp_path, "three-on-one")
     assert_close(one, trained(2, [*uneven, "train.shard=full"], tmp_path, "three-on-two"))
@@ -75,6 +77,8 @@ def test_every_way_to_train_the_mixture(tmp_path: Path, shard: str, kl: float, p
     one = trained(1, [*settings, "train.shard=no"], tmp_path, "one")
     for processes in (2, 3, 4):
         assert_close(one, trained(processes, settings, tmp_path, f"on-{processes}"))
+    if shard == "full":
+        assert_close(one, trained(4, [*settings, "train.shard=node"], tmp_path, "on-two-machines", machines=2))
 
 
 def test_prompts_of_each_process_are_prompts_of_an_epoch(tmp_path: Path):

@@ -86,18 +86,6 @@ class TestConfiguration:
         with pytest.raises(InputError, match=r"ww"):
             load_config(str(tmp_path / "wrong.yaml"))
 
-    @given(
-        key=st.sampled_from([key for key, _ in knobs() if "<" not in key] + ["tree", "nose", "rewards.x.fn", "model"]),
-        value=st.one_of(st.integers(-3, 3).map(str), st.floats().map(str), st.text(max_size=6), st.just("[1,2]")),
-    )
-    def test_any_override_is_a_configuration_or_one_line(self, key: str, value: str):
-        message = ""
-        try:
-            load_config("tree", [f"{key}={value}"])
-        except InputError as error:
-            message = str(error)
-        assert "\n" not in message
-
 
 class TestPrompts:
     def test_lines_and_rows(self, tmp_path: Path):

@@ -170,7 +170,8 @@ class TestRuns:
         kept = run / "checkpoints" / "best"
         assert top is not None
         assert json.loads((kept / "state.json").read_text())["epoch"] == top["epoch"]
-        assert {path.name for path in kept.iterdir()} == {"SHA256SUMS", "weights.safetensors", "ema.safetensors", "state.json"}
+        files = {"SHA256SUMS", "weights.safetensors", "ema.safetensors", "state.json"}
+        assert {path.name for path in kept.iterdir()} == files
         assert kept not in checkpoints(run / "checkpoints"), "a run never goes on from there"
         run_ok("eval", "--run", str(kept), "--json")
         found = json.loads(capsys.readouterr().out)["rewards"]

@@ -266,7 +266,7 @@ def _seal(folder: Path) -> None:
     sums = _sums(files)
     (folder / SUMS).write_text("".join(f"{sums[file.name]}  {file.name}\n" for file in files))
     for path in (*files, folder / SUMS, folder):
-        _sync(path)
+        sync(path)
 
 
 def _put(aside: Path, target: Path) -> None:
@@ -276,11 +276,12 @@ def _put(aside: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     _remove(old)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

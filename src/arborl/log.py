@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -22,12 +23,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 
+from .checkpoint import sync
 from .checks import Finding
 from .config import save_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 from .together import all_or_none
 
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors that are a disk's, whatever was written to it."""
 STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evaluate", "checkpoint")
 
 
@@ -118,6 +122,15 @@ class Run:
         self.warned.add(text)
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
+    def told(self, error: Exception) -> Exception:
+        """An error in one line, if it is about what the run writes: a disk that is full, or may not be written to."""
+        words = re.search("|".join(os.strerror(number) for number in DISK), str(error))
+        inside = str(getattr(error, "filename", None) or "").startswith(str(self.folder))
+        if not words and not inside:
+            return error
+        reason = words[0] if words else getattr(error, "strerror", None) or str(error)
+        return InputError("log.dir", self.folder, f"cannot be written to ({reason})")
+
     def warn_if_wrong(self, finding: Finding) -> None:
         """A check that a run makes quietly."""
         if finding.ok is False:
@@ -130,6 +143,7 @@ class Run:
             (self.folder / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
             write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
+            sync(self.folder / ".config.yaml.tmp")
             (self.folder / ".config.yaml.tmp").replace(self.folder / "config.yaml")
         self.trained = sum(map(training_seconds, kept))
 
@@ -138,14 +152,23 @@ def write_whole(path: Path, text: str) -> None:
     """A file that is there complete or as it was before."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(text, encoding="utf-8")
+    sync(aside)
     aside.replace(path)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl; a last one that a kill cut short is left out."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
+    return [_row(folder, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _row(folder: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        problem = f"line {number} of its metrics.jsonl is damaged"
+        raise InputError("run", folder, problem, "the run without that line") from None
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -216,6 +239,7 @@ def claim_folder(config: Config) -> Path:
             name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
             folder = base / name
             save_config(replace(with_whole_paths(config), run_name=name), aside / "config.yaml")
+            sync(aside / "config.yaml")
             try:
                 if folder.exists():
                     raise FileExistsError

@@ -23,9 +23,9 @@ from .prompts import deal
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
-MOST_STEPS, MOST_LEAVES, MOST_EDGES, MOST_CALLS, MOST_STAGES = 1000, 4096, 2**21, 2**24, 2**14
-"""Of a trajectory, of a prompt, of all places of a window, of a process in an epoch, and of a run. What is beyond is a
-slip of the pen, and is refused before it can fill the memory.
+MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
+"""Of all places of a window, of a process in an epoch, and of a run. What is beyond is a slip of the pen, refused before
+it can fill the memory.
 """
 
 
@@ -41,8 +41,6 @@ def eta_of(config: Config) -> float:
 
 def grid(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
     """The model's table of denoising steps."""
-    if steps > MOST_STEPS:
-        raise InputError(key, steps, "is more than any model was made for", f"at most {MOST_STEPS}")
     try:
         with warnings.catch_warnings(action="ignore"):  # of divisions that the check of the levels will find
             return model_class(config).grid(config, steps)
@@ -56,9 +54,7 @@ def grid(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
 
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     """The trees of one prompt at an epoch."""
-    kernel, most = kernel_of(config), config.tree.max_leaves
-    if most > MOST_LEAVES:
-        raise InputError("tree.max_leaves", most, "is more than can be held", f"at most {MOST_LEAVES}")
+    kernel = kernel_of(config)
     knobs = asdict(config.tree) | asdict(config.kernel) | asdict(config.sample)  # a plan takes those it knows
     knobs |= {"eta": eta_of(config), "tail": Tail(config.sample.tail_solver, config.sample.tail_steps)}
     if config.tree.split_noise_scale is None:

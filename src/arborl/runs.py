@@ -56,9 +56,12 @@ def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) ->
 def _is_over(folder: Path, config: Config) -> bool:
     if not (folder / "summary.json").is_file():
         return False
-    summary = json.loads((folder / "summary.json").read_text())
-    spent = 0 < config.train.max_seconds <= summary["train_seconds"]
-    return summary["epochs"] >= config.train.epochs or spent
+    try:
+        summary = json.loads((folder / "summary.json").read_bytes())
+        spent = 0 < config.train.max_seconds <= summary["train_seconds"]
+        return summary["epochs"] >= config.train.epochs or spent
+    except (ValueError, KeyError, TypeError):
+        raise InputError("run", folder, "its summary.json is damaged", "the run without that file") from None
 
 
 def check_same(before: Config, after: Config) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from .config.schema import Config
 from .core.noise import fold
 from .core.prune import prune
@@ -59,6 +61,8 @@ def run_epochs(job: Job) -> Path:
                 with run.stage("checkpoint"):
                     job.save_if_due()
             job.finish()
+    except (OSError, SafetensorError) as error:
+        raise run.told(error) from error
     finally:
         job.leave()
     return run.folder

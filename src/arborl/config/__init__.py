@@ -1,16 +1,13 @@
 """Configuration: Hydra's compose API over the dataclasses of `schema.py`, with one-line errors."""
 
 import dataclasses
-import difflib
 import math
-import operator
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import UnionType
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -23,21 +20,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.errors import InputError, shortened
+from .bounds import check_bounds, check_path, check_text, kind_of, nearest
 from .schema import Config, RewardConfig
 
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
 """Of a user's yaml file, its aliases written out; what is longer is no configuration, and could fill the memory."""
-PATHS = ("path", "cache", "dir", "prompts", "backbone", "tokenizer")
-"""Knobs of these names may name a place on disk."""
-LIMITS = {
-    "above": ("above {}", operator.gt),
-    "low": ("{} or more", operator.ge),
-    "below": ("below {}", operator.lt),
-    "high": ("at most {}", operator.le),
-}
-"""The bounds of a number in words, and what holds within them; for nan, which is unlike everything, none does."""
 
 
 def presets() -> list[str]:
@@ -148,7 +137,7 @@ def _locate(name: str) -> tuple[Path, str, list[str]]:
         _check_yaml("--config-name", path)
         return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
     if name not in presets():
-        raise InputError("--config-name", name, f"no such preset{_nearest(name, presets())}", ", ".join(presets()))
+        raise InputError("--config-name", name, f"no such preset{nearest(name, presets())}", ", ".join(presets()))
     return FOLDER, name, []
 
 
@@ -178,8 +167,8 @@ def _family_at(path: str) -> str:
     """The family of the pipeline at a path; its settings are in the group `model` under that name."""
     from ..models import family_of
 
-    _check_text("model.path", path)
-    _check_path("model.path", path)
+    check_text("model.path", path)
+    check_path("model.path", path)
     return family_of(path)
 
 
@@ -218,7 +207,7 @@ def _check_override(text: str) -> Override:
         return override
     if key in groups():
         if value not in options(key):
-            raise InputError(key, value, f"no such option{_nearest(value, options(key))}", ", ".join(options(key)))
+            raise InputError(key, value, f"no such option{nearest(value, options(key))}", ", ".join(options(key)))
         return override
     if override.is_sweep_override():
         raise InputError(key, value, "is more than one value", "a single one; a text with commas in quotes")
@@ -228,16 +217,8 @@ def _check_override(text: str) -> Override:
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:
             raise InputError(key, value, "is a section, not a value", ", ".join(inside))
-        raise InputError(key, value, f"unknown key{_nearest(generic, [*known, *groups()])}")
+        raise InputError(key, value, f"unknown key{nearest(generic, [*known, *groups()])}")
     return override
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not close:
-        last = name.rsplit(".", 1)[-1]
-        close = [key for key in known if key.rsplit(".", 1)[-1] == last][:1]
-    return f" (nearest: {close[0]})" if close else ""
 
 
 @contextmanager
@@ -270,87 +251,18 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
     key = re.sub(r"\[\d+\]$", "", str(key))  # of a list, not of its item
     if re.search(r"[Kk]ey '\w+' (is )?not in ", text):
         known = [*(name for name, _ in knobs()), *groups()]
-        return InputError(key, None, f"unknown key in a yaml file{_nearest(key, known)}")
+        return InputError(key, None, f"unknown key in a yaml file{nearest(key, known)}")
     reason = shortened(re.sub(r"^In .* composing config:\n", "", text).partition("\n")[0])
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
     item = dict(knobs()).get(re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key))
-    return InputError(key, value, reason[:1].lower() + reason[1:], _kind(item) if item else None)
-
-
-def _kind(item: dataclasses.Field[Any]) -> str | None:
-    """What a knob takes, in words."""
-    kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-    kinds |= {list[str]: "a list, such as [a,b]", list[int]: "a list, such as [1,2]"}
-    found = [kinds[kind] for kind in ([item.type] if item.type in kinds else get_args(item.type)) if kind in kinds]
-    return " or ".join([*found, *(item.metadata.get("words") or ())]) or None
+    return InputError(key, value, reason[:1].lower() + reason[1:], kind_of(item) if item else None)
 
 
 def _as_object(composed: DictConfig) -> Config:
     config = cast(Config, OmegaConf.to_object(composed))
-    _check_bounds(config)
+    check_bounds(config)
     # The name becomes a folder: one plain component, so that it cannot leave the runs folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", config.run_name):
         allowed = "up to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'"
         raise InputError("run_name", config.run_name, "cannot be a folder's name", allowed)
     return config
-
-
-def _check_bounds(section: Any, prefix: str = "") -> None:
-    for item in dataclasses.fields(section):
-        value, key = getattr(section, item.name), prefix + item.name
-        if not _fits(value, item.type):  # OmegaConf does not look at what a list or a section refers to
-            raise InputError(key, value, "is of another kind", _kind(item))
-        if dataclasses.is_dataclass(value):
-            _check_bounds(value, key + ".")
-        elif key == "rewards":
-            for name, reward in value.items():
-                _check_text(key, name)
-                _check_bounds(reward, f"{key}.{name}.")
-        else:
-            for entry in value if isinstance(value, list) else [value]:
-                _check_value(key, entry, item.metadata)
-            if item.name in PATHS:
-                _check_path(key, str(value))
-
-
-def _fits(value: object, kind: Any) -> bool:
-    inner = get_args(kind)
-    if isinstance(value, list) and get_origin(kind) is list:
-        return all(_fits(entry, inner[0]) for entry in value)
-    if isinstance(value, dict) and get_origin(kind) is dict:
-        return all(_fits(entry, inner[1]) for entry in value.values())
-    return kind is Any or type(value) in (inner if isinstance(kind, UnionType) else (kind,))
-
-
-def _check_value(key: str, value: object, meta: Mapping[str, Any]) -> None:
-    bounds = {name: meta[name] for name in LIMITS if meta.get(name) is not None}
-    words = meta.get("words") or ()
-    allowed = ", or ".join([", ".join(LIMITS[name][0].format(bound) for name, bound in bounds.items()), *words])
-    if meta.get("choices") and value not in meta["choices"]:
-        near = _nearest(str(value), meta["choices"])
-        raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
-    if isinstance(value, str):
-        if words and value not in words:
-            raise InputError(key, value, "is neither a number nor a word it knows", allowed)
-        _check_text(key, value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise InputError(key, None, "is a number of more than 64 bits", allowed or None)
-        if not all(LIMITS[name][1](value, bound) for name, bound in bounds.items()) or not math.isfinite(value):
-            raise InputError(key, value, "is out of range", allowed or "a finite number")
-
-
-def _check_text(key: str, value: str) -> None:
-    """Files, tokenizers and the system all take UTF-8 without NUL."""
-    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise InputError(key, value, "holds a character that is none", "a text in UTF-8, without NUL")
-
-
-def _check_path(key: str, value: str) -> None:
-    """It need not be there, but it must be possible to ask."""
-    try:
-        Path(value).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise InputError(key, value, f"cannot be looked at ({error.strerror})") from None

@@ -77,7 +77,7 @@ class SampleConfig:
     num_trees: int = knob(1, "Trees per prompt, each from its own noise.", low=1)
     group_size: int = knob(16, "Trajectories per prompt in the plans flat and (per tree) mix.", low=1)
     shared_noise: bool = knob(False, "Start a flat group from one noise instead of separate ones.")
-    num_steps: int = knob(10, "Denoising steps while training.", low=1)
+    num_steps: int = knob(10, "Denoising steps while training.", low=1, high=1000)
     sigmas: str = knob(
         "shift",
         "Noise levels of a flow: shift·t/(1+(shift-1)t) on an even grid, or the pipeline scheduler's own.",
@@ -125,7 +125,7 @@ class TreeConfig:
     )
     mix_ode_sde: bool = knob(False, "branch: only the splits and a moving window are stochastic, the rest is ODE.")
     mix_sde_window: int = knob(4, "Steps in that window; it moves by tree.s every tree.tou epochs.", low=1)
-    max_leaves: int = knob(1024, "Most leaves a prompt may have.", low=1)
+    max_leaves: int = knob(1024, "Most leaves a prompt may have.", low=1, high=4096)
 
 
 @dataclass
@@ -297,7 +297,7 @@ class EvalConfig:
         "its held-out ones.",
     )
     num_prompts: int = knob(64, "Pictures to score, one for each of that file's prompts in turn.", low=1)
-    num_steps: int = knob(0, "Denoising steps; 0 takes sample.num_steps.", low=0)
+    num_steps: int = knob(0, "Denoising steps; 0 takes sample.num_steps.", low=0, high=1000)
     rewards: list[str] = knob(
         [],
         "Rewards to watch besides the trained ones: built-in names, or names under rewards. Without a weight of their "
