@@ -24,7 +24,7 @@ from .prompts import deal
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
 MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
-"""Of all places of a window, of a process in an epoch, and of a run. What is beyond is a slip of the pen, refused before
+"""Of all places of a window, of a process in an epoch, of a run. What is beyond is a slip of the pen, refused before
 it can fill the memory.
 """
 
