@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from arborl.checkpoint import newest_sound
+from arborl.checkpoint import _seal, newest_sound
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
@@ -522,7 +522,10 @@ class TestExport:
         refused(["export", str(run), str(full)], ["out=", "is there already"], capsys)
         assert (full / "mine.txt").read_text() == "keep me"
         refused(["export", str(tmp_path), str(tmp_path / "o")], ["is not a run folder"], capsys)
-        (latest(run) / "ema.safetensors").unlink()
+        checkpoint = latest(run)
+        (checkpoint / "ema.safetensors").unlink()
+        (checkpoint / "SHA256SUMS").unlink()
+        _seal(checkpoint)
         refused(["export", str(run), str(tmp_path / "o"), "--ema"], ["--ema", "no average", "--no-ema"], capsys)
         small = ["train.epochs=1", "eval.num_prompts=2", f"log.dir={tmp_path}", "log.record_every=0", "log.trackers=[]"]
         mixture = train(load_config("mixture", small))

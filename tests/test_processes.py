@@ -2,14 +2,18 @@
 
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from arborl.checkpoint import problem_with
 from launching import (
+    PATIENCE,
     ROOT,
     Command,
     Ended,
@@ -305,19 +309,42 @@ def test_a_rank_with_a_copy_that_is_killed(tmp_path: Path):
 
 
 def test_ctrl_c_on_two_processes_leaves_a_checkpoint(tmp_path: Path):
-    """The terminal signals the launcher and both ranks, and the launcher its ranks again; they leave together."""
+    """The terminal signals the launcher and both ranks, and the launcher its ranks again, who may be leaving by then;
+    they leave together all the same.
+    """
     settings = ["train.epochs=5000", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
     run = tmp_path / "runs" / "x"
     with launcher(2, *settings, "log.save_every=100000", cwd=tmp_path) as command:
         command.until(lambda: rows_of(run) >= 3)
-        for process in command.left():
-            process.send_signal(signal.SIGINT)
+        everyone = command.left()
+        for pause in (0.01, 0.02, 0.04, 0):
+            for process in everyone:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGINT)
+            time.sleep(pause)
         _, said = command.ended()
         assert command.left() == []
-    assert "To go on: arborl train --resume runs/x" in said, said
     saved = int(last_checkpoint(run).name.removeprefix("epoch_"))
     assert saved >= 3
     assert len(timeless(run)) == saved
+    assert f"stopped; {saved} epochs saved. To go on: arborl train --resume runs/x" in said, said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the ranks")
+def test_a_launcher_that_is_killed_leaves_nobody_at_work(tmp_path: Path):
+    """Its ranks have sessions of their own, and would go on beside the run that takes their place."""
+    settings = ["train.epochs=5000", "log.record_every=0", "eval.num_prompts=4", "sample.num_prompts=2", "run_name=x"]
+    run = tmp_path / "runs" / "x"
+    with launcher(2, *settings, "log.save_every=100000", cwd=tmp_path) as command:
+        command.until(lambda: rows_of(run) >= 3)
+        command.signal(signal.SIGKILL)
+        command.ended()
+        deadline = time.monotonic() + PATIENCE
+        while command.left():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert problem_with(last_checkpoint(run)) is None
+    assert len(timeless(run)) == int(last_checkpoint(run).name.removeprefix("epoch_"))
 
 
 # rewards that differ from rank to rank

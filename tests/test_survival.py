@@ -286,6 +286,28 @@ def test_a_run_without_a_sound_checkpoint_is_left_as_it_is(tmp_path: Path, finis
     assert contents(run) == before
 
 
+def test_files_that_a_failing_machine_leaves_behind_are_one_line(tmp_path: Path, finished: Path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    going_on = ["train", "--resume", str(run), "train.epochs=9"]
+    auto = ["train", "--resume", "auto", *MIXTURE, f"log.dir={tmp_path}", "run_name=run"]
+    for name, command, text in (
+        ("metrics.jsonl", going_on, "line 3 of its metrics.jsonl is damaged; allowed: the run without that line"),
+        ("summary.json", auto, "its summary.json is damaged; allowed: the run without that file"),
+        ("config.yaml", going_on, "config.yaml: "),
+    ):
+        whole = (run / name).read_bytes()
+        lines = whole.splitlines(keepends=True)
+        for ruin in (b"".join([*lines[:2], bytes(100), b"\n", *lines[3:]]), b"".join([*lines[:2], b"\xff\xfe\n"])):
+            (run / name).write_bytes(ruin)
+            before = contents(run)
+            with pytest.raises(SystemExit) as left:
+                main(command)
+            told = Ended(left.value.code, capsys.readouterr().err)
+            assert told.stopped_with(text)
+            assert contents(run) == before
+        (run / name).write_bytes(whole)
+
+
 # a disk that is full, or may not be written
 
 

@@ -39,7 +39,11 @@ def _verdict(error: Exception | None, accelerator: Accelerator) -> Exception | N
     told: list[str | None] = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
     rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
     known = error is not None and told.index(told[accelerator.process_index]) < accelerator.process_index
-    return Elsewhere(f"rank {rank} failed ({text})") if error is None or known else error
+    return _elsewhere(rank, text) if error is None or known else error
+
+
+def _elsewhere(rank: int, text: str) -> Elsewhere:
+    return Elsewhere(f"rank {rank} failed ({text})")
 
 
 class Together:
@@ -107,11 +111,17 @@ class Together:
         if not self.torn:
             self._leave_if_asked()
 
+    def found_by_all(self, error: Exception) -> Exception:
+        """What each process is to raise where all have met the same error: they leave here, and the first says why."""
+        self.agreed = True
+        return error if self.accelerator.is_main_process else _elsewhere(0, f"{type(error).__name__}: {error}")
+
     def sampling(self) -> AbstractContextManager[None]:
         """What each process does by itself and calls the model: with split weights it needs the others for that."""
         return nullcontext() if self.split else self.alone()
 
     def _leave_if_asked(self) -> None:
         if bool(gather(torch.tensor([float(self.waiting)]), self.accelerator).any()):
-            self.waiting, self.agreed = False, True
+            # One may be told of the same interrupt only now, while it leaves: the 2 s begin for all.
+            self.waiting, self.since, self.agreed = True, time.monotonic(), True
             raise KeyboardInterrupt
