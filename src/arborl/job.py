@@ -96,8 +96,8 @@ class Job:
             why = "; ".join(gather_words([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
             if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
                 problem = f"failed on {lost} of the {leaves} leaves of epoch {self.state.epoch} ({why})"
-                self.together.agreed = True  # all ranks have counted the same
-                raise InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
+                error = InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
+                raise self.together.found_by_all(error)
             if lost:
                 self.run.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
 
@@ -227,12 +227,11 @@ class Job:
     def _check_first(self, ratio_error: float, stats: Stats) -> None:
         """At the first step weights are the rollout's own, and gradients must be everyone's."""
         if stats.unequal:
-            raise InputError(
-                "processes",
-                self.accelerator.num_processes,
+            problem = (
                 f"{len(stats.unequal)} gradients differ between them after the first backward pass, such as that of "
-                f"{stats.unequal[0]}: they are not synchronised, and every process would train a model of its own",
+                f"{stats.unequal[0]}: they are not synchronised, and every process would train a model of its own"
             )
+            raise self.together.found_by_all(InputError("processes", self.accelerator.num_processes, problem))
         bound = ratio_bound(self.model, self.accelerator)
         if not ratio_error <= bound:
             self.run.warn_once(
@@ -319,17 +318,17 @@ class Job:
     def _check_weights(self) -> None:
         """Ranks that have drifted apart would save one of several models."""
         if differ := unequal_weights(self.state.parameters, self.accelerator):
-            self.together.agreed, self.unsaved = True, True
+            self.unsaved = True
             problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
-            raise InputError("processes", self.accelerator.num_processes, problem)
+            raise self.together.found_by_all(InputError("processes", self.accelerator.num_processes, problem))
 
     def stop_if_broken(self) -> None:
         """Gradients that are not finite again and again will not mend themselves."""
         most = self.config.train.max_broken
         if self.state.broken >= most:
-            self.together.agreed = True  # gradients, and so the count, are the same everywhere
             problem = f"the last {self.state.broken} optimizer steps had gradients that are not finite"
-            raise InputError("train.max_broken", most, problem, "a lower train.learning_rate or another precision")
+            error = InputError("train.max_broken", most, problem, "a lower train.learning_rate or another precision")
+            raise self.together.found_by_all(error)
 
     def leave(self) -> None:
         """At the end, come as it may: a run that was cut off keeps what is whole and says how to go on."""
