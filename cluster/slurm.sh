@@ -14,17 +14,17 @@
 set -euo pipefail
 
 export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
-export MASTER_PORT="${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 50000))}"
+export MASTER_PORT="${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}"
 export WORLD_SIZE="$SLURM_NTASKS" LOCAL_WORLD_SIZE="$SLURM_NTASKS_PER_NODE"
 
 code=0
 # A rank that fails ends the others (--kill-on-bad-exit), so nobody waits for it.
-srun --kill-on-bad-exit=1 bash -c \
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c \
     'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' rank \
     "${PYTHON:-python}" train.py --resume auto "$@" || code=$?
 
-# 130: stopped by a signal, saved, and not at its end.
-if [ "$code" -eq 130 ]; then
+# Stopped by a signal, and not at its end: 130 with what was done saved, 143 before there was anything to save.
+if [ "$code" -eq 130 ] || [ "$code" -eq 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -89,7 +89,11 @@ class Disk:
             text=True,
             start_new_session=True,
         )
-        self.do(f"mount -t tmpfs -o size=64m tmpfs '{path}'")
+        try:
+            self.do(f"mount -t tmpfs -o size=64m tmpfs '{path}'")
+        except OSError:
+            self.close()
+            raise
 
     def do(self, command: str) -> None:
         assert self.shell.stdin is not None

@@ -383,3 +383,7 @@ def test_the_treegrpo_command_as_its_readme_writes_it(here, capsys):
     assert "HPS_v2.1_compressed.pt" in done.stderr
     assert "stable-diffusion-3.5-medium" in done.stderr
     assert not (here / "runs").exists()
+
+
+def test_fewer_steps_than_the_training_window_are_no_matter_to_sample(here, capsys):
+    run_ok("sample", "-c", "mixture", "sample.num_steps=2", "-p", "a dot at the top left")

@@ -2,10 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from launching import PATIENCE, ROOT, last_checkpoint, timeless
 
@@ -70,4 +75,33 @@ def test_the_slurm_script_goes_on_after_a_signal(tmp_path: Path):
     assert 3 <= saved < 150
     again = subprocess.run(command, **options, timeout=PATIENCE)
     assert again.returncode == 0, again.stderr
-    assert [row["epoch"] for row in timeless(tmp_path / "runs" / "x")] == list(range(401))
+    assert [row["epoch"] for row in timeless(tmp_path / "runs" / "x")] == list(range(151))
+
+
+@pytest.mark.slow
+def test_two_machines_with_a_copy_of_the_weights_each(tmp_path: Path):
+    """Two launchers of two processes, `train.shard=node`: the run of one process."""
+    settings = ["-c", "mixture", "train.epochs=4", "log.record_every=0", "eval.num_prompts=4", "train.ema_decay=0.9"]
+    settings += ["sample.prompts_per_epoch=4", "train.kl=0.1"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        port = some.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    launch += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    script = [str(ROOT / "train.py"), *settings, "run_name=two", "train.shard=node"]
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    machines = [subprocess.Popen([*launch, f"--node_rank={rank}", *script], **options) for rank in (0, 1)]
+    try:
+        assert [machine.wait(timeout=PATIENCE) for machine in machines] == [0, 0]
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                os.killpg(machine.pid, signal.SIGKILL)
+    alone = [sys.executable, "-m", "arborl", "train", *settings, "run_name=one"]
+    assert subprocess.run(alone, **options, timeout=PATIENCE).returncode == 0
+    one, two = (last_checkpoint(tmp_path / "runs" / name) for name in ("one", "two"))
+    for file in sorted(one.glob("*.safetensors")):
+        mine, theirs = load_file(file), load_file(two / file.name)
+        for name, values in mine.items():
+            torch.testing.assert_close(theirs[name], values, rtol=1e-5, atol=1e-6)

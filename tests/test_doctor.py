@@ -17,6 +17,7 @@ import arborl.models.lora as lora
 from arborl.checks import Finding, pictures, spread, spread_of
 from arborl.cli import main
 from arborl.config import load_config
+from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
 from arborl.doctor import examine
 from arborl.fit import Trial, choose, geometry, rows, trials
@@ -236,7 +237,7 @@ class TestSpread:
     def test_advice_names_the_better_place(self):
         found = {0: spread_of(torch.tensor([[1.0, 5.0]]), torch.zeros(2, dtype=torch.long))}
         found |= {3: spread_of(torch.tensor([[1.0, 1.01]]), torch.zeros(2, dtype=torch.long))}
-        assert "at step 0 the leaves differ" in spread(found, 3, moves=False).advice
+        assert "with the window at step 0 leaves differ" in spread(found, 3).advice
 
 
 class TestMicroBatches:
@@ -254,16 +255,16 @@ class TestMicroBatches:
             if size > 8:
                 raise torch.OutOfMemoryError("no room")
 
-        tried = trials(run, 64, CPU)
+        tried = trials("train.batch_size", run, 64, CPU)
         assert not tried[-1].fits or tried[-1].size <= 8
         assert choose(tried).size <= 8
-        with pytest.raises(torch.OutOfMemoryError, match="not even one row"):
-            trials(lambda size: run(9), 4, CPU)
+        with pytest.raises(InputError, match=r"train.batch_size=1: not even one row"):
+            trials("train.batch_size", lambda size: run(9), 4, CPU)
 
     @given(most=st.integers(1, 100))
     def test_no_more_rows_than_there_are(self, most: int):
         sizes: list[int] = []
-        trials(sizes.append, most, CPU)
+        trials("sample.batch_size", sizes.append, most, CPU)
         assert max(sizes) <= most
 
     @settings(max_examples=40)

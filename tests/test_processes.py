@@ -330,6 +330,7 @@ def test_ctrl_c_on_two_processes_leaves_a_checkpoint(tmp_path: Path):
     assert f"stopped; {saved} epochs saved. To go on: arborl train --resume runs/x" in said, said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the ranks")
 def test_a_launcher_that_is_killed_leaves_nobody_at_work(tmp_path: Path):
     """Its ranks have sessions of their own, and would go on beside the run that takes their place."""

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import arborl.job as job_module
 import arborl.train as loop
 from arborl.cli import main
 from arborl.config import load_config, read_config
+from arborl.core.errors import InputError
 from arborl.log import claim_folder
+from arborl.shard import launcher_asks
+from arborl.together import Together
 from arborl.train import train
 from launching import Fork, assert_same_run, last_checkpoint, rows_of, timeless
 
@@ -166,3 +170,44 @@ def test_the_ratio_in_bf16(tmp_path: Path, sd3_overrides, shapes: list[str], cap
     errors = [row["ratio_error"] for row in timeless(run)[:3]]
     assert max(errors) <= (0.0 if "sample.pad_batches=true" in shapes else 1e-4)
     assert "ratio is off" not in capsys.readouterr().err
+
+
+def test_prompts_may_be_moved_but_not_changed(tmp_path: Path):
+    first, moved, changed = (tmp_path / f"{name}.txt" for name in ("first", "moved", "changed"))
+    first.write_text("a dot at the top left\na dot at the top right\n")
+    moved.write_text(first.read_text())
+    changed.write_text("a dot at the top left\na dot at the bottom right\n")
+    run = train(load_config("mixture", [*MIXTURE, "train.epochs=1", f"log.dir={tmp_path}", f"prompts.path={first}"]))
+    first.unlink()
+    more = ["train.epochs=2"]
+    with pytest.raises(InputError, match=r"prompts.path=.*changed.txt: holds other prompts than when the run began"):
+        train(read_config(run / "config.yaml", [*more, f"prompts.path={changed}"]), resume=run)
+    train(read_config(run / "config.yaml", [*more, f"prompts.path={moved}"]), resume=run)
+    assert [row["epoch"] for row in timeless(run)] == [0, 1, 2]
+
+
+def test_an_interrupt_while_the_run_saves_itself(tmp_path: Path, monkeypatch):
+    """The launcher's signals reach processes one after another: one that is leaving already takes its first for that."""
+    together = Together(Accelerator(cpu=True))
+    together.several, together.agreed = True, True
+    with together.watched():
+        os.kill(os.getpid(), signal.SIGTERM)  # this process's first
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher's copy of it
+        together.since -= 3
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, False), ({"ACCELERATE_USE_FSDP": "true"}, True)])
+def test_nobody_else_hears_that_weights_are_to_be_split(monkeypatch, environment: dict[str, str], expected: bool):
+    """With accelerate's flags on, transformers would load empty text encoders on all ranks but the first."""
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_VERSION", "FSDP_OFFLOAD_PARAMS"):
+        monkeypatch.setenv(name, {"FSDP_VERSION": "2"}.get(name, environment.get(name, "false")))
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert launcher_asks.__wrapped__() is expected
+    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+    if expected:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "1")
+        with pytest.raises(InputError, match="fsdp_version=1"):
+            launcher_asks.__wrapped__()

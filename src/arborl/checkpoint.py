@@ -6,15 +6,17 @@ files are not what that list says.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .core.errors import InputError
-from .shard import is_sharded, placed_like, whole
+from .shard import gathered, is_sharded, placed_like, whole
 
 VERSION = 2
 SUMS = "SHA256SUMS"
@@ -84,6 +86,7 @@ class State:
     broken: int = 0  # optimizer steps in a row, the last ones, whose gradient was not finite
     forwards: int = 0
     forward_backwards: int = 0
+    prompt_list: str = ""  # a digest of what prompts are dealt from
     saved: int = -1  # the epoch of the newest checkpoint, written or read
 
     @property
@@ -106,36 +109,44 @@ class State:
 
     def _write(self, target: Path, with_optimizer: bool, writes: bool) -> None:
         self.ema.restore()
+        tensors = self._tensors(with_optimizer)
         if not writes:
-            for _ in self._files(with_optimizer) if self.sharded else ():
-                pass  # the one that writes needs our parts
+            self._take_part(tensors)
             return
-        files = self._files(with_optimizer)
         try:
             aside = _hidden(target, "tmp")
             _remove(aside)
             aside.mkdir(parents=True)
-            for name, tensors in files:
-                save_file(tensors, aside / name)
+            for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
+                save_file({name: whole(tensor) for _, name, tensor in group}, aside / file)
             head = {"version": VERSION} | {name: getattr(self, name) for name in COUNTERS}
-            (aside / "state.json").write_text(json.dumps(head | {"ema_steps": self.ema.steps}))
+            head |= {"ema_steps": self.ema.steps, "prompt_list": self.prompt_list}
+            (aside / "state.json").write_text(json.dumps(head))
             _seal(aside)
             _put(aside, target)
-        except (OSError, SafetensorError) as error:
-            for _ in files:
-                pass  # others are taking part in this, to the end
+        except Exception as error:
             _remove(_hidden(target, "tmp"))  # on a full disk it is the room that the next needs
-            raise InputError("log.dir", target.parent, f"could not write a checkpoint ({error})") from None
+            self._take_part(tensors)
+            if isinstance(error, OSError | SafetensorError):
+                raise InputError("log.dir", target.parent, f"could not write a checkpoint ({error})") from None
+            raise
 
-    def _files(self, with_optimizer: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """What a checkpoint holds, a file at a time, so that the host never has more than one copy of the weights."""
-        yield "weights.safetensors", {name: whole(p) for name, p in self.parameters.items()}
+    def _take_part(self, tensors: Iterator[tuple[str, str, Tensor]]) -> None:
+        """Where weights are split the one that writes needs everyone's parts, and all must see it to the end."""
+        for _, _, tensor in tensors if self.sharded else ():
+            gathered(tensor)
+
+    def _tensors(self, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor]]:
+        """What a checkpoint holds, as (file, name, tensor): a host never needs more than one copy of the weights."""
+        files: dict[str, Mapping[str, Tensor]] = {"weights.safetensors": self.parameters}
         if self.ema.decay:
-            yield "ema.safetensors", {name: whole(p) for name, p in self.ema.average.items()}
+            files["ema.safetensors"] = self.ema.average
         if with_optimizer:
             found = {name: self.optimizer.state.get(p, {}) for name, p in self.parameters.items()}
             for slot in sorted({slot for state in found.values() for slot in state}):
-                yield f"optimizer.{slot}.safetensors", {n: whole(s[slot]) for n, s in found.items() if slot in s}
+                kept = {name: state[slot] for name, state in found.items() if slot in state}
+                files[f"optimizer.{slot}.safetensors"] = kept
+        return ((file, name, tensor) for file, tensors in files.items() for name, tensor in tensors.items())
 
     def load(self, path: Path) -> None:
         """Take over a checkpoint that was found sound."""
@@ -237,7 +248,7 @@ def load_weights(parameters: dict[str, nn.Parameter], path: Path) -> None:
     _copy_into(parameters, tensors)
 
 
-def head_of(path: Path) -> dict[str, int]:
+def head_of(path: Path) -> dict[str, Any]:
     try:
         head = json.loads((path / "state.json").read_text())
     except (OSError, json.JSONDecodeError) as error:

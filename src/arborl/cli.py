@@ -64,7 +64,8 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
 
     config, going_on, over = start_of(resume, config_name, overrides)
     if over:
-        click.echo(f"{going_on} has come to its end already", err=True)
+        if os.environ.get("RANK", "0") == "0":
+            click.echo(f"{going_on} has come to its end already", err=True)
         return
     code = 0
     try:
@@ -499,7 +500,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if not several:
             raise
-        if type(error).__name__ == "Elsewhere":
+        from .together import Elsewhere
+
+        if isinstance(error, Elsewhere):
             click.echo(f"stopped{on}: {error}", err=True)
         elif _lost_contact(error):
             click.echo(f"stopped{on}: another process is gone ({str(error).splitlines()[0]})", err=True)
@@ -512,8 +515,10 @@ def _lost_contact(error: Exception) -> bool:
     """Whether an error only says that another process does not answer any more."""
     from torch.distributed import DistError
 
-    gloo = r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket Timeout|gloo.*[Tt]imed out"
-    return isinstance(error, DistError) or bool(re.search(gloo, str(error)))
+    gloo = type(error) is RuntimeError and re.search(
+        r"gloo.*([Cc]onnection|[Pp]ipe|[Tt]imed? ?out)", str(error), re.DOTALL
+    )
+    return isinstance(error, DistError) or bool(gloo)
 
 
 def _ranks_have_met() -> bool:

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from jaxtyping import Shaped
 from torch import Tensor
 
-from .shard import is_sharded
+from .shard import copies, local
 
 
 def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
@@ -26,11 +27,15 @@ def gather_words(words: Sequence[str], accelerator: Accelerator | None) -> list[
     return sorted(set(gather_object(list(words))))
 
 
+def by_copy(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -> list[Shaped[Tensor, "copies parts"]]:
+    """What every rank has to say of each tensor, arranged so that what must be equal stands in a column."""
+    return [column.view(copies(tensor, len(everyone))) for column, tensor in zip(everyone.T, tensors, strict=True)]
+
+
 def unequal_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:
-    """Names of float32 weights whose bits are not the same on all ranks; those that are split have no copies."""
-    held = {name: values.detach() for name, values in weights.items() if not is_sharded(values)}
-    if accelerator.num_processes == 1 or not held:
+    """Names of float32 weights whose bits are not the same on all ranks that have a copy."""
+    if accelerator.num_processes == 1:
         return []
-    sums = torch.stack([values.view(torch.int32).sum(dtype=torch.int64) for values in held.values()]).cpu()
-    everyone = gather(sums[None], accelerator)
-    return [name for name, differs in zip(held, (everyone != everyone[0]).any(0).tolist(), strict=True) if differs]
+    held = [local(values.detach()).view(torch.int32).sum(dtype=torch.int64) for values in weights.values()]
+    found = by_copy(gather(torch.stack(held).cpu()[None], accelerator), list(weights.values()))
+    return [name for name, sums in zip(weights, found, strict=True) if bool((sums != sums[0]).any())]

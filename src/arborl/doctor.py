@@ -34,13 +34,15 @@ from .prompts import Deal, Prompts, Share, deal, share_of
 from .record import Record
 from .rollout import rollout
 from .runs import checkpoint_of
-from .shard import is_sharded
+from .shard import local
 from .train import run_epochs
 from .update import update
 
 PROMPTS = 2
 """Prompts that each process looks at."""
 FROZEN = "these weights stay as they are: are they frozen, switched off, or not in the forward pass?"
+FEW_STEPS = 5
+"""Optimizer steps that a canary needs to tell anything."""
 PLACES = 5
 """Places of the window that are tried, at most."""
 
@@ -62,7 +64,7 @@ def examine(config: Config, run: Path | None = None, canary_seconds: float = 120
         yield _agreed(finding, accelerator)
     patient.release()
     if canary_seconds:
-        yield _agreed(canary(config, texts, canary_seconds), accelerator)
+        yield _agreed(canary(config, texts, accelerator.num_processes, canary_seconds), accelerator)
 
 
 def _agreed(finding: Finding, accelerator: Accelerator) -> Finding:
@@ -91,7 +93,7 @@ class Patient:
         self.key = fold(config.seed, 0)
         self.schedule = self.model.schedule(config.sample.num_steps)
         self.seconds: dict[str, float] = {}  # a row of each stage takes
-        self.peak = 0  # bytes, while weights were trained
+        self.peak = 0  # bytes at the worst
 
     def release(self) -> None:
         """Give the memory back, for the run that follows."""
@@ -113,7 +115,7 @@ class Patient:
         yield from self.training(record)
         made, finding = self.pictures(record)
         yield finding
-        yield from checks.answers(self.parts.rewards, made[0], made[1], time.perf_counter)
+        yield from checks.answers(self.parts.rewards, *made)
         yield self.spread(record)
         yield from self.speed()
 
@@ -127,7 +129,7 @@ class Patient:
         plan = record.plan
         address = torch.tensor([[int(i), 0, 0] for i in self.share.ids])
         advantage = normal(fold(config.seed, 1), address, (plan.edges,)).to("cpu")
-        before = {name: _own(p).detach().cpu().clone() for name, p in state.parameters.items()}
+        before = {name: local(p).detach().cpu().clone() for name, p in state.parameters.items()}
         apart = unequal_weights(state.parameters, accelerator)
         keep = plan.stochastic.expand(len(advantage), -1)
         try:
@@ -135,12 +137,11 @@ class Patient:
         except InputError as error:
             yield Finding("gradients", str(error), False, FROZEN)
             return
-        moved = [name for name, p in state.parameters.items() if not torch.equal(_own(p).detach().cpu(), before[name])]
+        moved = [name for name, p in state.parameters.items() if not torch.equal(local(p).detach().cpu(), before[name])]
         drifted = [] if apart else unequal_weights(state.parameters, accelerator)
-        self.peak = memory_in_use(self.device)
         with torch.no_grad():
             for name, parameter in state.parameters.items():
-                _own(parameter).copy_(before[name])
+                local(parameter).copy_(before[name])
         state.optimizer.state.clear()
         missed = [name for name, found in stats.reached.items() if not found]
         moved_anywhere = int(gather(torch.tensor([float(len(moved))]), accelerator).max())
@@ -190,11 +191,12 @@ class Patient:
             scored = decode_and_score(self.model, self.parts.rewards.trained, grown.leaves, self.share.prompts, size)
             self.seconds["score"] = (time.perf_counter() - start) / grown.leaves.shape[:2].numel()
             found[window] = checks.spread_of(scored.scores.total, checks.groups_of_leaves(grown.plan))
-        return checks.spread(found, now, self.config.tree.s > 0)
+        return checks.spread(found, now)
 
     def speed(self) -> Iterator[Finding]:
         """Micro-batches that fit, and what an epoch will take."""
         config, accelerator = self.config, self.accelerator
+        self.peak = memory_in_use(self.device)  # of all that was done so far, in the configured micro-batches
         most = rows(config, accelerator.num_processes)
         prompt = self.share.prompts.texts[0]
         total = memory_there_is(self.device)
@@ -202,9 +204,10 @@ class Patient:
             section, name = key.split(".")
             size = settled(getattr(getattr(config, section), name))
             stage = call(key, self.model, self.state, accelerator, config, prompt)
-            tried = trials(stage, most[key], self.device, accelerator)
+            tried = trials(key, stage, most[key], self.device, accelerator, size)
             best, own = choose(tried), _at(tried, size)
             self.seconds[key] = own.seconds
+            self.peak = max(self.peak, own.memory)
             gain, fits = own.seconds / best.seconds, size < min((t.size for t in tried if not t.fits), default=math.inf)
             yield Finding(
                 key,
@@ -232,7 +235,7 @@ class Patient:
             None,
         )
         latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * places(config)[0][1].nodes
-        peak = max(memory_in_use(self.device), self.peak) + max(0, share - PROMPTS) * latents
+        peak = self.peak + max(0, share - PROMPTS) * latents
         yield Finding(
             "memory",
             f"{amount(peak)} at the worst, of {amount(total)}",
@@ -241,41 +244,41 @@ class Patient:
         )
 
 
-def _own(parameter: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return parameter.to_local() if is_sharded(parameter) else parameter  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def _at(tried: list[Trial], size: int) -> Trial:
     """The trial nearest to a size from below."""
     return max((trial for trial in tried if trial.size <= size and trial.fits), key=lambda trial: trial.size)
 
 
-def canary(config: Config, texts: Sequence[str], seconds: float) -> Finding:
+def canary(config: Config, texts: Sequence[str], processes: int, seconds: float) -> Finding:
     """A short run on a reward that anything can learn: pictures must get brighter, from the same noise as before.
 
     In the first half of the time at the configured learning rate; if that shows nothing, at ten times as much.
     """
     said: list[str] = []
-    rose = False
+    rose, steps = False, 0
     for factor in (1.0, 10.0):
         with tempfile.TemporaryDirectory(prefix="arborl-canary-") as folder:
-            job = prepare(_canary_config(config, texts, Path(folder), factor, seconds / 2), quiet=True)
+            short = _canary_config(config, texts, Path(folder), factor, seconds / 2)
+            short.sample.num_prompts = min(deal(config.sample, processes).share, 8)
+            job = prepare(short, quiet=True)
             job.keeps = False
             run_epochs(job)
         assert job.first
         assert job.evaluated
         change = job.evaluated[1].values["brightness"] - job.first.values["brightness"]
         rise, error = float(change.mean()), float(change.std()) / math.sqrt(len(change))
-        rate = config.train.learning_rate * factor
+        rate, steps = config.train.learning_rate * factor, job.state.epoch * config.train.updates
         said.append(f"{job.state.epoch} epochs at learning rate {rate:.0e}: brightness {rise:+.2g} ± {error:.1g}")
         rose = rise > 3 * error
         if rose:
             break
     slowly = "nothing is broken, but at your train.learning_rate little shows in this time: raise it, or train longer"
     never = "nothing is learnt: look at the lines above, and at advantage_abs and grad_norm of a run"
-    advice = slowly if rose else never
-    return Finding("canary", "; ".join(said), (True if len(said) == 1 else None) if rose else False, advice)
+    early = "too few steps to tell: give it longer, with --canary"
+    if rose:
+        return Finding("canary", "; ".join(said), True if len(said) == 1 else None, slowly)
+    few = steps < FEW_STEPS
+    return Finding("canary", "; ".join(said), None if few else False, early if few else never)
 
 
 def _canary_config(config: Config, texts: Sequence[str], folder: Path, factor: float, seconds: float) -> Config:
@@ -290,5 +293,5 @@ def _canary_config(config: Config, texts: Sequence[str], folder: Path, factor: f
     found.train.epochs, found.train.max_seconds = 100, seconds
     found.train.learning_rate *= factor
     found.prune.until = 1.0
-    found.sample.num_prompts, found.sample.prompts_per_epoch = min(deal(config.sample).share, 8), None
+    found.sample.prompts_per_epoch = None
     return found

@@ -44,7 +44,8 @@ def embed(config: Config, texts: Sequence[str], accelerator: Accelerator, verify
         with all_or_none(accelerator):
             embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
         # On one disk this finds nothing; machines that share none encode the rest themselves.
-        embeddings.fill(embeddings.missing(texts, verify=False), config.prompts.batch_size)
+        with all_or_none(accelerator):
+            embeddings.fill(embeddings.missing(texts, verify=False), config.prompts.batch_size)
     count = len(dict.fromkeys([*embeddings.always, *texts]))
     return Embedded(count, len(missing), time.perf_counter() - start, str(embeddings.folder))
 

@@ -1,9 +1,12 @@
 """Micro-batches: sizes left to `auto` are tried on the model itself, from small to large, and all of them are told."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -14,6 +17,7 @@ from .batches import settled
 from .checkpoint import State
 from .collect import gather
 from .config.schema import Config
+from .core.errors import InputError
 from .core.noise import fold
 from .models import Model
 from .plan import places, work
@@ -23,6 +27,10 @@ ROOM = 0.9
 """Share of the free memory that a trial may be expected to take."""
 GAIN = 0.97
 """A larger size must take at most this share of the time a row takes in a smaller one."""
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""What a container or a batch system allows."""
 
 
 class Trial(NamedTuple):
@@ -42,7 +50,6 @@ def shown(tried: list[Trial]) -> str:
 
 def settle(config: Config, model: Model, state: State | None, accelerator: Accelerator, prompt: str) -> list[str]:
     """Put numbers in the place of `auto`; a line for each says what was tried. Without a state nothing is updated."""
-    needs = rows(config, accelerator.num_processes)
     lines: list[str] = []
     for section, name in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
         holder = getattr(config, section)
@@ -51,7 +58,9 @@ def settle(config: Config, model: Model, state: State | None, accelerator: Accel
         if section == "train" and state is None:
             continue  # nothing is trained, nothing is asked
         key = f"{section}.{name}"
-        tried = trials(call(key, model, state, accelerator, config, prompt), needs[key], model.device, accelerator)
+        most = config.eval.num_prompts if state is None else rows(config, accelerator.num_processes)[key]
+        stage = call(key, model, state, accelerator, config, prompt)
+        tried = trials(key, stage, most, model.device, accelerator)
         chosen = choose(tried)
         setattr(holder, name, chosen.size)
         lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown(tried)})")
@@ -94,21 +103,31 @@ def call(
 
     def updated(size: int) -> None:
         assert state is not None
-        loss = predict(size).square().mean()
-        if config.train.kl > 0:
-            with torch.no_grad(), model.reference():
-                predict(size)
-        if loss.requires_grad:  # told elsewhere if not
-            accelerator.backward(loss)
-        state.optimizer.zero_grad(set_to_none=True)
+        # Ranks do not wait for each other, so that one that runs out of memory hangs nobody; split weights must.
+        apart = nullcontext() if state.sharded else accelerator.no_sync(model.module)
+        try:
+            with apart:
+                loss = predict(size).square().mean()
+                if config.train.kl > 0:
+                    with torch.no_grad(), model.reference():
+                        predict(size)
+                if loss.requires_grad:  # told elsewhere if not
+                    accelerator.backward(loss)
+        finally:
+            state.optimizer.zero_grad(set_to_none=True)
 
     return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
 
 
 def trials(
-    run: Callable[[int], None], most: int, device: torch.device, accelerator: Accelerator | None = None
+    key: str,
+    run: Callable[[int], None],
+    most: int,
+    device: torch.device,
+    accelerator: Accelerator | None = None,
+    own: int = 0,
 ) -> list[Trial]:
-    """Sizes 1, 2, 4, … up to `most`, until memory is short or two doublings have gained nothing.
+    """Sizes 1, 2, 4, … up to `most`, until memory is short or two doublings have gained nothing; and one's `own`.
 
     All ranks try the same sizes; the slowest one's time counts.
     """
@@ -119,15 +138,23 @@ def trials(
         if _everyone(_has_room(done, size, device), accelerator):
             try:
                 trial = _measure(run, size, device)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            except (MemoryError, RuntimeError) as error:  # a GPU's is a RuntimeError too, a CPU's nothing more
+                if type(error) is RuntimeError and "memory" not in str(error):
+                    raise
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
         seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
         done.append(trial._replace(seconds=seconds))
-        if not done[-1].fits or size == most or choose(done).size * 4 <= size:
+        if not done[0].fits:
+            raise InputError(key, 1, "not even one row fits into memory", "a smaller picture, LoRA, or split weights")
+        if not done[-1].fits or size == most:
             break
-        size = min(2 * size, most)
-    if not done[0].fits:
-        raise torch.OutOfMemoryError("not even one row fits into memory")
+        if choose(done).size * 4 <= size:
+            if size >= min(own, most):
+                break
+            size = min(own, most)
+        else:
+            size = min(2 * size, most)
     return done
 
 
@@ -159,7 +186,9 @@ def memory_there_is(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    limits = [int(text) for file in CGROUPS if file.is_file() and (text := file.read_text().strip()).isdigit()]
+    there = min([psutil.virtual_memory().available + psutil.Process().memory_info().rss, *limits])
+    return there // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _measure(run: Callable[[int], None], size: int, device: torch.device) -> Trial:

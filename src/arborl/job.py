@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import log
 from .batches import settled
-from .checkpoint import State, checkpoints
+from .checkpoint import State, checkpoints, head_of
 from .checks import groups_of_leaves, ratio_bound, spread, spread_of, steps_of, transitions
 from .collect import gather, gather_words, unequal_weights
 from .config.schema import Config
@@ -28,7 +28,7 @@ from .plan import window_of
 from .prompts import Prompts, Share, deal, share_of
 from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores
-from .together import Elsewhere, Together
+from .together import Together
 from .update import SUMS, Stats
 from .watch import best, diversity, hacking
 
@@ -109,7 +109,7 @@ class Job:
         steps = steps_of(self.model, record, self.config)
         self.run.warn_if_wrong(transitions(steps, ratio_bound(self.model, self.accelerator))[1])
         found = spread_of(gather(scores.total.float(), self.accelerator)[: share.total], groups_of_leaves(record.plan))
-        self.run.warn_if_wrong(spread({0: found}, 0, False))
+        self.run.warn_if_wrong(spread({0: found}, 0))
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
         knobs, density = asdict(self.config.advantage), record.log_density.cpu()
@@ -151,8 +151,9 @@ class Job:
             latents=record.latents[0].cpu(),
         )
         stem = self.run.folder / "trees" / f"epoch_{epoch:06d}"
-        tree.save(stem)
-        draw_tree(tree, stem.with_suffix(".png"))
+        with self.run.writing():
+            tree.save(stem)
+            draw_tree(tree, stem.with_suffix(".png"))
 
     def complete_epoch(
         self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, share: Share
@@ -257,7 +258,8 @@ class Job:
         with self.together.alone():
             if self.accelerator.is_main_process and len(found.pictures):
                 captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
-                sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
+                with self.run.writing():
+                    sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
         shown = ", ".join(
             f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
             + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")
@@ -268,12 +270,13 @@ class Job:
             self.run.warn_once(f"{problem}, in an evaluation")
         signs: list[str] = []
         is_best = False
-        if self.accelerator.is_main_process:
-            rows = [*self.run.read_metrics(), {"epoch": epoch} | log.finite(found.metrics())]
-            is_best = self._is_best(epoch, rows)
-            if self.config.eval.watch != "off":
-                aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
-                signs = hacking(rows, aims, self.rewards.watched)
+        with self.together.alone():
+            if self.accelerator.is_main_process:
+                rows = [*self.run.read_metrics(), {"epoch": epoch} | log.finite(found.metrics())]
+                is_best = self._is_best(epoch, rows)
+                if self.config.eval.watch != "off":
+                    aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
+                    signs = hacking(rows, aims, self.rewards.watched)
         if self.keeps and bool(gather(torch.tensor([float(is_best)]), self.accelerator).any()):
             with self._saving():
                 self.state.save_best(self.run.folder / "checkpoints", self.accelerator.is_main_process)
@@ -299,8 +302,9 @@ class Job:
         """Where a checkpoint cannot be written all ranks leave, and nobody tries again."""
         try:
             with self.together.alone():
+                self.run.sync()
                 yield
-        except (InputError, Elsewhere):
+        except Exception:
             self.unsaved = True
             raise
 
@@ -322,16 +326,24 @@ class Job:
             problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
             raise self.together.found_by_all(InputError("processes", self.accelerator.num_processes, problem))
 
-    def stop_if_broken(self) -> None:
+    def stop_if_broken(self, stats: Stats) -> None:
         """Gradients that are not finite again and again will not mend themselves."""
         most = self.config.train.max_broken
-        if self.state.broken >= most:
+        if stats.broken and self.state.broken >= most:
             problem = f"the last {self.state.broken} optimizer steps had gradients that are not finite"
             error = InputError("train.max_broken", most, problem, "a lower train.learning_rate or another precision")
             raise self.together.found_by_all(error)
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Whatever comes, the run is left as it should be."""
+        try:
+            yield
+        finally:
+            self.leave()
+
     def leave(self) -> None:
-        """At the end, come as it may: a run that was cut off keeps what is whole and says how to go on."""
+        """A run that was cut off keeps what is whole and says how to go on."""
         together = self.together
         if not self.finished:
             # One process alone cannot save weights that are split.
@@ -343,9 +355,9 @@ class Job:
             kept = checkpoints(self.run.folder / "checkpoints")
             after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
             self.run.say(f"stopped; {after} saved. To go on: arborl train --resume {self.run.folder}")
+        self.run.close()
         if self.finished or together.agreed:
             self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing
-        self.run.close()
 
     def finish(self) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
@@ -354,7 +366,7 @@ class Job:
             self.save()
         with run.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()
-        with self.together.alone():
+        with self.together.alone(), run.writing():
             run.log(epochs, metrics)
             self._sum_up(stopped)
         self.finished = True
@@ -391,10 +403,10 @@ class Job:
         shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
         run.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
         if top and top["epoch"] not in (0, epochs):
-            where = run.folder / "checkpoints" / "best"
-            run.say(
-                f"{self.best_by} was highest after {top['epoch']} epochs, {top[f'eval/{self.best_by}']:.4f}: {where}"
-            )
+            where, value = run.folder / "checkpoints" / "best", top[f"eval/{self.best_by}"]
+            there = where.is_dir() and head_of(where)["epoch"] == top["epoch"]
+            kept = where if there else "not kept, as the run went on"
+            run.say(f"{self.best_by} was highest after {top['epoch']} epochs, {value:.4f}: {kept}")
         self._show()
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 

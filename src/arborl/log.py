@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -30,8 +29,6 @@ from .config.schema import Config
 from .core.errors import InputError
 from .together import all_or_none
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Errors that are a disk's, whatever was written to it."""
 STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evaluate", "checkpoint")
 
 
@@ -101,6 +98,11 @@ class Run:
         if not (issubclass(failure.exc_type, OSError) and type(failure.thread).__name__ == "_AsyncWriterThread"):
             self._hook(failure)
 
+    def sync(self) -> None:
+        """Have the metrics on the disk, before a checkpoint that comes after them."""
+        if self.main and (self.folder / "metrics.jsonl").is_file():
+            sync(self.folder / "metrics.jsonl")
+
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_rows(self.folder)
 
@@ -121,15 +123,6 @@ class Run:
             return
         self.warned.add(text)
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
-
-    def told(self, error: Exception) -> Exception:
-        """An error in one line, if it is about what the run writes: a disk that is full, or may not be written to."""
-        words = re.search("|".join(os.strerror(number) for number in DISK), str(error))
-        inside = str(getattr(error, "filename", None) or "").startswith(str(self.folder))
-        if not words and not inside:
-            return error
-        reason = words[0] if words else getattr(error, "strerror", None) or str(error)
-        return InputError("log.dir", self.folder, f"cannot be written to ({reason})")
 
     def warn_if_wrong(self, finding: Finding) -> None:
         """A check that a run makes quietly."""
@@ -238,6 +231,8 @@ def claim_folder(config: Config) -> Path:
             number += 1
             name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
             folder = base / name
+            if folder.exists() and config.run_name == "auto":
+                continue
             save_config(replace(with_whole_paths(config), run_name=name), aside / "config.yaml")
             sync(aside / "config.yaml")
             try:

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
     parse_flag_from_env,
-    patch_environment,
 )
 
 from . import log, shard
 from .checkpoint import Ema, State, clear, drop_best_from, head_of, newest_sound, set_aside, trainable
 from .checks import free_disk
-from .config import read_config
+from .config import read_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed, texts_of_a_run
@@ -51,15 +52,19 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
     with all_or_none(accelerator):
         head = head_of(checkpoint) if checkpoint else {"epoch": 0, "prompts": 0}
         if resume:
-            check_goes_on(config, resume, head["epoch"])
+            check_goes_on(config, resume, int(head["epoch"]))
     parts = assemble(config, accelerator, head)
     with all_or_none(accelerator):
         amiss = probe(parts.model, parts.rewards, parts.prompts)
     state = parts.state
-    if checkpoint:
-        with all_or_none(accelerator):
+    with all_or_none(accelerator):
+        if checkpoint:
+            if head["prompt_list"] != state.prompt_list:
+                problem = "holds other prompts than when the run began"
+                raise InputError("prompts.path", config.prompts.path, problem, "the same, wherever they lie")
             state.load(checkpoint)
-    changed = log.changes(read_config(resume / "config.yaml"), config) if resume else []
+    before = read_config(resume / "config.yaml") if resume else config
+    changed = log.changes(with_whole_paths(before), with_whole_paths(config))
     run = log.Run(config, accelerator, resume, state.epoch, quiet)
     with all_or_none(accelerator), run.writing():
         if resume and accelerator.is_main_process:
@@ -74,7 +79,7 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
         run.say(f"changed from epoch {state.epoch} on: {text}")
     for text in [*warnings_about(config), *amiss]:
         run.warn_once(text)
-    run.warn_if_wrong(free_disk(config, state.parameters))
+    run.warn_if_wrong(free_disk(config, state.parameters, run.folder))
     together = Together(accelerator, state.sharded)
     return Job(config, accelerator, parts.model, parts.rewards, parts.prompts, parts.held_out, state, run, together)
 
@@ -102,7 +107,7 @@ class Assembled:
     told: list[str]  # what came of it that is worth a line
 
 
-def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) -> Assembled:
+def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
     """Inputs found, prompts encoded, the model loaded, wrapped or split, with an optimizer. `head` says how far a run
     has come.
     """
@@ -113,7 +118,7 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) 
     embedded = embed(config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator)
     with all_or_none(accelerator):
         model = load_model(config, accelerator.device)
-    how = shard.asked_for(config)
+    how = shard.how_to_split(config, accelerator)
     split = how != "no"
     if split:
         for module in filter(None, [model.module, model.frozen]):
@@ -135,7 +140,8 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, int]) 
         model.module = accelerator.prepare_model(model.module, device_placement=not split, evaluation_mode=split)
     if model.frozen is not None:
         model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
-    state = State(parameters, optimizer, Ema(parameters, train.ema_decay, train.ema_every))
+    average = Ema(parameters, train.ema_decay, train.ema_every)
+    state = State(parameters, optimizer, average, prompt_list=prompts.digest)
     told = [str(embedded)] if embedded else []
     told += settle(config, model, state, accelerator, prompts.texts[0])
     told += geometry(config, accelerator.num_processes, split)
@@ -146,16 +152,19 @@ def start_accelerator(config: Config, **options: Any) -> Accelerator:
     """This process's device and precision, whatever ran in it before."""
     # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
     AcceleratorState._reset_state()
-    shard.asked_for(config)  # says so if the launcher asks for what we cannot
-    with patch_environment(accelerate_use_fsdp="false"):  # weights are split by us (shard.py)
-        return Accelerator(
-            mixed_precision=precision(config),
-            # Accumulation is ours; a launcher's setting would only scale the gradient.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+    shard.launcher_asks()  # before anyone else does
+    return Accelerator(
+        mixed_precision=precision(config),
+        # Accumulation is ours; a launcher's setting would only scale the gradient.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
             # Buffers never change here, and a rank may be ahead of another inside a rollout.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-            **options,
-        )
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # Others wait while one writes a large checkpoint or asks a slow server; a hang is the launcher's to end.
+            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+        ],
+        **options,
+    )
 
 
 def precision(config: Config) -> str:

@@ -1,5 +1,6 @@
 """Prompt files, and which prompts an epoch sees: a function of the seed and of how many were dealt out before."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -34,6 +35,11 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def digest(self) -> str:
+        """Tells one list from another, wherever it lies."""
+        return hashlib.sha256(json.dumps([self.texts, self.columns], sort_keys=True).encode()).hexdigest()
 
     def take(self, index: Sequence[int]) -> "Prompts":
         return Prompts([self.texts[i] for i in index], {k: [v[i] for i in index] for k, v in self.columns.items()})

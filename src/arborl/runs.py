@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from .checkpoint import load_weights, newest_sound, problem_with, trainable, weights_of
-from .config import load_config, read_config, with_whole_paths
+from .config import load_config, read_config
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed
@@ -18,8 +18,10 @@ from .models import Model, load_model
 from .prepare import start_accelerator
 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
-FREE_ON_RESUME = ("model.path", "prompts.cache", "prompts.batch_size")
-"""Where things lie may change from one machine to the next, as long as they are the same things."""
+FREE_ON_RESUME = ("model.path", "prompts.path", "prompts.cache", "prompts.batch_size")
+"""Where things lie may change from one machine to the next, as long as they are the same things; of prompts that is
+checked.
+"""
 
 
 class Started(NamedTuple):
@@ -49,7 +51,7 @@ def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) ->
         if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
             setattr(getattr(config, section), size, getattr(getattr(before, section), size))
     before.run_name, before.log.dir = config.run_name, config.log.dir  # it may have been moved
-    check_same(before, with_whole_paths(config))
+    check_same(before, config)
     return Started(config, folder, _is_over(folder, config))
 
 

@@ -6,6 +6,7 @@ bfloat16 with the other inputs, and leaves weights outside the blocks gathered a
 
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from accelerate import Accelerator
@@ -19,19 +20,29 @@ from .config.schema import Config
 from .core.errors import InputError
 
 
-def asked_for(config: Config) -> str:
-    """How weights are to be split, as `train.shard` says; where that is auto, as the accelerate config does."""
-    if config.train.shard != "auto":
-        return config.train.shard
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return "no"
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+@cache
+def launcher_asks() -> bool:
+    """Whether the accelerate config of the launch splits weights. From here on nobody else is to hear of it: accelerate
+    would split them in its own way, and transformers leave text encoders and rewards empty on all ranks but the first.
+    """
+    asked = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if asked and os.environ.get("FSDP_VERSION", "1") != "2":
         raise InputError(
             "fsdp_version", os.environ.get("FSDP_VERSION", "1"), "of the accelerate config is too old", "2"
         )
-    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+    if asked and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
         raise InputError("fsdp_offload_params", "true", "weights on the host are not trained here", "false")
-    return "full"
+    os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    return asked
+
+
+def how_to_split(config: Config, accelerator: Accelerator) -> str:
+    """As `train.shard` says; where that is auto, as the accelerate config does. A process by itself has nobody to split
+    with.
+    """
+    if accelerator.num_processes == 1 and not torch.distributed.is_initialized():
+        return "no"
+    return {"auto": "full" if launcher_asks() else "no"}.get(config.train.shard, config.train.shard)
 
 
 def mesh_of(accelerator: Accelerator, how: str) -> DeviceMesh:
@@ -75,10 +86,25 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def copies(tensor: Tensor, processes: int) -> tuple[int, int]:
+    """How many copies there are of a tensor, and in how many parts each is; processes are numbered copy by copy."""
+    parts = tensor.device_mesh.size(-1) if isinstance(tensor, DTensor) else 1
+    return processes // parts, parts
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A tensor in one piece; all processes must ask for it where it is split."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of all processes on the host; all of them must ask for it where it is split."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu().contiguous()
+    """The same on the host."""
+    return gathered(tensor).detach().cpu().contiguous()
 
 
 def placed_like(tensor: Tensor, values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Processes go on together or stop together: errors of one of them, and interrupts, reach all at the same place."""
 
+import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -60,18 +60,19 @@ class Together:
         self.torn = False  # weights, counters and metrics are on their way from one epoch to the next
         self.waiting = False  # an interrupt has come and is held back
         self.agreed = not self.several  # whether all processes are leaving at the same place
-        self.since = 0.0
+        self.since = 0.0  # when this process was last told to stop
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.several and self.waiting and time.monotonic() - self.since < 2:
+        before, self.since = self.since, time.monotonic()
+        if self.several and before and self.since - before < 2:
             return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
-        if (self.torn or self.several) and not self.waiting:
-            self.waiting, self.since = True, time.monotonic()
-            if self.accelerator.is_main_process:
-                when = "this epoch's update" if self.torn else "this stage"
-                print(f"\nfinishing {when} before leaving; interrupt again to leave at once", file=sys.stderr)
-            return
-        raise KeyboardInterrupt
+        if before or not (self.torn or self.several):
+            raise KeyboardInterrupt
+        self.waiting = True
+        if self.accelerator.is_main_process and not self.agreed:
+            when = "this epoch's update" if self.torn else "this stage"
+            # Not by print: the signal may have come in the middle of one.
+            os.write(2, f"\nfinishing {when} before leaving; interrupt again to leave at once\n".encode())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -122,6 +123,5 @@ class Together:
 
     def _leave_if_asked(self) -> None:
         if bool(gather(torch.tensor([float(self.waiting)]), self.accelerator).any()):
-            # One may be told of the same interrupt only now, while it leaves: the 2 s begin for all.
-            self.waiting, self.since, self.agreed = True, time.monotonic(), True
+            self.agreed = True
             raise KeyboardInterrupt

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .batches import batches, settled
 from .checkpoint import State
-from .collect import gather
+from .collect import by_copy, gather
 from .config.schema import Config, TrainConfig
 from .core.errors import InputError
 from .core.kernels import Coefficients, transition
@@ -26,7 +26,7 @@ from .core.tree import Plan
 from .models.base import Model
 from .prompts import Share
 from .record import Record
-from .shard import is_sharded
+from .shard import local
 
 SUMS = ("edges", "parents", "loss", "ratio", "clip_ratio", "approx_kl", "kl")
 
@@ -139,17 +139,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
 def gradient_sizes(
     parameters: Mapping[str, nn.Parameter], accelerator: Accelerator | None = None
 ) -> dict[str, list[float]]:
-    """The largest entry of each parameter's gradient, rank by rank; of one that is split, that of the whole."""
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values()]
-    found = [grad for grad in local if grad is not None and grad.numel()]
-    sizes = torch.zeros(len(local))
+    """The largest entry of each parameter's gradient, for every copy that there is of it."""
+    own = [None if p.grad is None else local(p.grad) for p in parameters.values()]
+    found = [grad for grad in own if grad is not None and grad.numel()]
+    sizes = torch.zeros(len(own))
     if found:
-        known = torch.tensor([grad is not None and grad.numel() > 0 for grad in local])
+        known = torch.tensor([grad is not None and grad.numel() > 0 for grad in own])
         sizes[known] = torch.stack(torch._foreach_norm(found, float("inf"))).float().cpu()  # one wait
-    everyone = gather(sizes[None], accelerator)
-    split = torch.tensor([is_sharded(p) for p in parameters.values()])
-    everyone = torch.where(split, everyone.amax(0), everyone)
-    return dict(zip(parameters, everyone.T.tolist(), strict=True))
+    everyone = by_copy(gather(sizes[None], accelerator), list(parameters.values()))
+    return {name: parts.amax(1).tolist() for name, parts in zip(parameters, everyone, strict=True)}
 
 
 def unequal(sizes: Mapping[str, Sequence[float]]) -> list[str]:
