@@ -187,7 +187,7 @@ def test_prompts_may_be_moved_but_not_changed(tmp_path: Path):
 
 
 def test_an_interrupt_while_the_run_saves_itself(tmp_path: Path, monkeypatch):
-    """The launcher's signals reach processes one after another: one that is leaving already takes its first for that."""
+    """The launcher's signals reach processes one after another: one that is leaving takes its first for that."""
     together = Together(Accelerator(cpu=True))
     together.several, together.agreed = True, True
     with together.watched():

@@ -171,11 +171,16 @@ def test_resume_auto(tmp_path: Path, capsys):
     train(load_config("mixture", [*settings[1:], "run_name=cut", "train.epochs=2"]))
     (tmp_path / "cut" / "summary.json").unlink()  # as if it had been cut off there
     before = contents(tmp_path / "cut")
-    for changed in ("model.lora.rank=3", "seed=7", "prompts.path=/dev/null", "model.train=lora"):
-        code, said = auto("run_name=cut", changed)
+    (tmp_path / "other.txt").write_text("a dot at the bottom left\na dot somewhere\n")
+    for key, value, text in (
+        ("model.lora.rank", 3, "cannot change when a run goes on; allowed: "),
+        ("model.train", "lora", "cannot change when a run goes on; allowed: full, as it was started"),
+        ("seed", 7, "cannot change when a run goes on; allowed: 0, as it was started"),
+        ("prompts.path", tmp_path / "other.txt", "holds other prompts than when the run began"),
+    ):
+        code, said = auto("run_name=cut", f"{key}={value}")
         assert code == 2
-        key, value = changed.split("=")
-        assert f"error: {key}={value}: cannot change when a run goes on; allowed: " in said
+        assert f"error: {key}={value}: {text}" in said
     assert contents(tmp_path / "cut") == before
     code, said = auto("run_name=cut")
     assert code in (0, None), said
@@ -329,9 +334,10 @@ def test_a_full_disk_at_a_tree_and_between_checkpoints(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_any_page(tmp_path: Path):
-    """Every size of a disk, page by page, up to the one that holds the run: each write is once the one that fails."""
-    met = fill(tmp_path, [*MIXTURE, "train.epochs=3", "log.record_every=2"], range(4, 640, 4))
+    """Every size of a disk up to the one that holds the run: each write is once the one that fails."""
+    met = fill(tmp_path, [*MIXTURE, "train.epochs=3"], range(4, 400, 4))
     assert met["nothing"]
+    met += fill(tmp_path, [*MIXTURE, "train.epochs=1", "log.record_every=1"], range(32, 300, 12))
     # With one checkpoint at the end, the last evaluation and the summary come next.
     met += fill(tmp_path, [*MIXTURE, "train.epochs=1", "log.save_every=1000"], range(112, 256, 4))
     print(met)
