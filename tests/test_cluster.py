@@ -32,6 +32,7 @@ echo "$@" >> "$STAGE/scontrol"
 """
 
 
+@pytest.mark.slow
 def test_the_slurm_script_goes_on_after_a_signal(tmp_path: Path):
     """SIGTERM to the tasks: they save and leave, the job is queued again, and the same script ends the run."""
     tools = tmp_path / "bin"

@@ -94,7 +94,7 @@ def test_prompts_of_each_process_are_prompts_of_an_epoch(tmp_path: Path):
 
 def pictures(sd3_overrides: list[str], kind: str) -> list[str]:
     few = ["--config-name=mixture", *sd3_overrides, f"model.train={kind}", "train.epochs=2", "log.record_every=0"]
-    return [*few, "sample.prompts_per_epoch=3", "tree.w=2", "train.learning_rate=1e-4", "train.batch_size=4"]
+    return [*few, "sample.prompts_per_epoch=3", "tree.w=2", "train.learning_rate=3e-5", "train.batch_size=4"]
 
 
 def test_a_transformer_on_two_processes(tmp_path: Path, sd3_overrides: list[str]):

@@ -274,6 +274,8 @@ def _copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) 
 def _seal(folder: Path) -> None:
     """List what the folder holds, and have all of it on the disk: a machine may fail as well as a process."""
     files = sorted(folder.iterdir())
+    for file in files:
+        file.chmod(0o666 & ~umask())  # safetensors are written for the user alone
     sums = _sums(files)
     (folder / SUMS).write_text("".join(f"{sums[file.name]}  {file.name}\n" for file in files))
     for path in (*files, folder / SUMS, folder):
@@ -314,6 +316,13 @@ def _line(text: str) -> tuple[str, str]:
     if not found:
         raise ValueError(f"{SUMS} is damaged")
     return found[2], found[1]
+
+
+def umask() -> int:
+    """What the user takes away from the permissions of new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _hidden(target: Path, suffix: str) -> Path:

@@ -1,9 +1,11 @@
 """The command line. Errors a user can mend are one line and exit code 2."""
 
+import ctypes
 import json
 import math
 import os
 import re
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -489,6 +491,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs a command and turns what a user can mend into one line."""
     rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     on = f" on rank {rank}" if rank else ""
+    if several:
+        _end_with_launcher()
     try:
         app(args=arguments, prog_name="arborl")
     except InputError as error:
@@ -509,6 +513,14 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             traceback.print_exc()
         _leave(1)
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is killed leaves its ranks at work, and a run that goes on meanwhile has two writers. On Linux a
+    process may ask to be told: all of them then leave together, with a checkpoint.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _lost_contact(error: Exception) -> bool:

@@ -206,7 +206,7 @@ class Job:
         """
         if metrics["reward"] != metrics["reward"]:
             self.run.warn_once("no leaf got a score this epoch, so nothing was trained: the reward answered NaN alone")
-        elif not metrics["steps"]:
+        elif not metrics["steps"] and not metrics["steps_broken"]:
             self.run.warn_once("no prompt's leaves differ in score this epoch, so there was nothing to learn")
         if metrics["steps_broken"]:
             self.run.warn_once("a gradient was not finite and its step was left out (steps_broken counts them)")
@@ -394,9 +394,6 @@ class Job:
             "forward_backwards": self.state.forward_backwards,
             "peak_memory": memory_in_use(self.accelerator.device),
         }
-        aside = run.folder / "summary.json.tmp"
-        aside.write_text(json.dumps(summary, indent=1))
-        aside.replace(run.folder / "summary.json")
         split = sorted(log.seconds_by_stage(rows).items(), key=lambda item: -item[1])
         run.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
         numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
@@ -408,6 +405,7 @@ class Job:
             kept = where if there else "not kept, as the run went on"
             run.say(f"{self.best_by} was highest after {top['epoch']} epochs, {value:.4f}: {kept}")
         self._show()
+        log.write_whole(run.folder / "summary.json", json.dumps(summary, indent=1))
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 
     def _show(self) -> None:
@@ -416,8 +414,13 @@ class Job:
         before, after = (run.folder / "samples" / f"epoch_{epoch:06d}.png" for epoch in (0, epochs))
         if epochs and before.is_file() and after.is_file():
             both = run.folder / "samples" / "before_after.png"
-            interleave([before, after], ["before", f"after {epochs} epochs"], both)
-            run.say(f"pictures before and after: {both}")
+            try:
+                interleave([before, after], ["before", f"after {epochs} epochs"], both)
+                run.say(f"pictures before and after: {both}")
+            except OSError as error:
+                if error.errno:  # it is the disk's
+                    raise
+                run.warn_once(f"no picture of before and after: a sheet cannot be read ({error})")
         if trees := sorted((run.folder / "trees").glob("epoch_*.png")):
             run.say(f"a tree, with its pictures and advantages: {trees[-1]}")
 

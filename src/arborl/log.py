@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 
-from .checkpoint import sync
+from .checkpoint import sync, umask
 from .checks import Finding
 from .config import save_config, with_whole_paths
 from .config.schema import Config
@@ -226,7 +225,7 @@ def claim_folder(config: Config) -> Path:
     except OSError as error:
         raise InputError("log.dir", base, f"cannot be written to ({error.strerror})") from None
     try:
-        aside.chmod(0o777 & ~_umask())
+        aside.chmod(0o777 & ~umask())
         while True:
             number += 1
             name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
@@ -248,13 +247,6 @@ def claim_folder(config: Config) -> Path:
         raise InputError("log.dir", base, f"cannot make a run folder ({error.strerror})") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _umask() -> int:
-    """What the user's own folders are made with; mkdtemp's are for the user alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def trackers(config: Config) -> list[str]:
