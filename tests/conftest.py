@@ -1,4 +1,6 @@
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("ACCELERATE_USE_CPU", "1")
 # What a test encodes is no other's, and not the user's.
 os.environ["ARBORL_CACHE"] = tempfile.mkdtemp(prefix="arborl-test-cache-")
+atexit.register(shutil.rmtree, os.environ["ARBORL_CACHE"], ignore_errors=True)
 # Two workers share the machine, and small tensors gain nothing from threads. Must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines advertise AMX and trap on its instructions, which ends Python at the first bf16 product.

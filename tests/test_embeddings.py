@@ -19,7 +19,7 @@ from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.embed import texts_of_a_run
 from arborl.models.embeddings import Embeddings, cache_folder, fingerprint
-from arborl.prompts import Prompts, epoch_indices
+from arborl.prompts import Prompts, dealt
 from arborl.train import train
 
 from conftest import tiny_overrides
@@ -175,13 +175,12 @@ def test_a_place_that_cannot_be_written(tmp_path: Path):
 
 
 def test_a_run_asks_for_what_its_epochs_and_evaluations_see():
-    config = load_config("mixture", ["train.epochs=3", "sample.num_prompts=2", "eval.num_prompts=2"])
+    config = load_config("mixture", ["eval.num_prompts=2"])
     prompts, held_out = Prompts([f"p{i}" for i in range(50)], {}), Prompts(["e0", "e1", "e2"], {})
-    texts = texts_of_a_run(config, prompts, held_out, ranks=2)
-    seen = {f"p{i}" for epoch in range(3) for i in epoch_indices(50, 4, epoch, config.seed)}
-    assert set(texts) == seen | {"e0", "e1"}
-    config.train.epochs = 10**9
-    assert set(texts_of_a_run(config, prompts, held_out, 2)) == {*prompts.texts, "e0", "e1"}
+    for start, count in ((0, 12), (44, 12), (7, 50), (7, 99)):
+        seen = {f"p{i}" for place in range(start, start + count) for i in dealt(50, place, 1, config.seed)}
+        assert set(texts_of_a_run(config, prompts, held_out, start, count)) == seen | {"e0", "e1"}
+    assert set(texts_of_a_run(config, prompts, held_out, 7, 10**12)) == {*prompts.texts, "e0", "e1"}
 
 
 class TestCommand:
