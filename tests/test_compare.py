@@ -20,6 +20,7 @@ from arborl.compare.runs import command_of, cost_of
 from arborl.compare.worker import is_running
 from arborl.config import save_config
 from arborl.core.errors import InputError
+from launching import forked
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
 SMALL = ("eval.num_prompts=8", "sample.num_prompts=2")
@@ -208,16 +209,20 @@ class TestPlanning:
         assert not (tmp_path / "out").exists()
 
 
+ARBORL = [sys.executable, "-m", "arborl"]
+
+
 def arguments(out: Path, *more: str) -> list[str]:
     common = [word for text in SMALL for word in ("--set", text)]
-    return [sys.executable, "-m", "arborl", "compare", TREE, FLAT, "--seeds", "2", "-o", str(out), *common, *more]
+    return ["compare", TREE, FLAT, "--seeds", "2", "-o", str(out), *common, *more]
 
 
 class TestCommand:
     def test_runs_writes_and_runs_nothing_twice(self, tmp_path: Path):
         out = tmp_path / "with space & 'quote'"
-        command = arguments(out, "--compute", "4000", "--points", "2", "--workers", "2")
-        first = subprocess.run(command, capture_output=True, text=True, check=True)
+        given = arguments(out, "--compute", "4000", "--points", "2", "--workers", "2")
+        first = forked(*given, cwd=tmp_path)
+        assert first.code == 0, first.said
         assert {path.name for path in out.glob("compare.*")} == {"compare.md", "compare.json", "compare.png"}
         table = json.loads((out / "compare.json").read_text())
         assert {row["cell"] for row in table["rows"]} == {TREE, FLAT}
@@ -225,29 +230,31 @@ class TestCommand:
             assert row["seeds"] == [0, 1]
             assert 0 < row["compute"] <= 4000
             assert row["peak_memory"] > 0
-        assert (out / "compare.md").read_text() in first.stdout
+        assert (out / "compare.md").read_text() in first.said
         summaries = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
         assert len(summaries) == 4
-        again = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-        assert json.loads(again.stdout)["rows"] == table["rows"]
+        again = forked(*given, "--json", cwd=tmp_path)
+        assert again.code == 0, again.said
+        assert json.loads(again.said[again.said.index("{") :])["rows"] == table["rows"]
         assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == summaries
 
     def test_an_interrupt_loses_nothing_and_the_same_command_goes_on(self, tmp_path: Path):
-        command = arguments(tmp_path, "--compute", "150000", "--points", "40", "--workers", "2")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        out = tmp_path / "out"
+        given = arguments(out, "--compute", "25000", "--points", "20", "--workers", "2")
+        process = subprocess.Popen([*ARBORL, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and len(list(tmp_path.rglob("checkpoints/epoch_*"))) < 2:
+        while time.monotonic() < deadline and len(list(out.rglob("checkpoints/epoch_*"))) < 2:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, words = process.communicate(timeout=120)
         assert process.returncode == 130, words
         assert "The same command goes on" in words
-        logs = [path.read_text() for path in tmp_path.rglob("*.log")]
+        logs = [path.read_text() for path in out.rglob("*.log")]
         assert any("To go on: arborl train --resume" in text for text in logs)
-        subprocess.run(command, capture_output=True, check=True)
-        assert len(list(tmp_path.rglob("summary.json"))) == 4
-        assert any("--resume" in path.read_text() for path in tmp_path.rglob("*.log"))
-        for path in tmp_path.rglob("metrics.jsonl"):
+        assert forked(*given, cwd=tmp_path).code == 0
+        assert len(list(out.rglob("summary.json"))) == 4
+        assert any("--resume" in path.read_text() for path in out.rglob("*.log"))
+        for path in out.rglob("metrics.jsonl"):
             epochs = [json.loads(row)["epoch"] for row in path.read_text().splitlines()]
             assert epochs == list(range(len(epochs)))
 
@@ -259,7 +266,7 @@ class TestCommand:
             "        raise OSError('no pictures today')\n"
         )
         cells = ["mixture model.family=broken:Broken tree.w=3", "mixture model.family=broken:Broken"]
-        command = [sys.executable, "-m", "arborl", "compare", *cells, "--seeds", "1", "--compute", "3000", "-o", "out"]
+        command = [*ARBORL, "compare", *cells, "--seeds", "1", "--compute", "3000", "-o", "out"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert result.returncode == 1
@@ -267,24 +274,24 @@ class TestCommand:
         assert not (tmp_path / "out" / "compare.json").exists()
 
     def test_terminating_the_whole_group_leaves_no_run_behind(self, tmp_path: Path):
-        command = arguments(tmp_path, "--compute", "1000000", "--workers", "2")
-        process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        out = tmp_path / "out"
+        given = arguments(out, "--compute", "1000000", "--workers", "2")
+        process = subprocess.Popen(
+            [*ARBORL, *given], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not list(tmp_path.rglob("metrics.jsonl")):
+        while time.monotonic() < deadline and not list(out.rglob("metrics.jsonl")):
             time.sleep(0.1)
-        running = [log for log in tmp_path.rglob("*.log") if is_running(log)]
+        running = [log for log in out.rglob("*.log") if is_running(log)]
         assert running
-        again = subprocess.run(command, capture_output=True, text=True)
-        assert again.returncode == 2
-        assert "is being written by another process" in again.stderr
+        assert forked(*given, cwd=tmp_path).stopped_with("is being written by another process")
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=120)
         assert process.returncode == 130
         assert not any(is_running(log) for log in running)
 
     def test_equal_seconds(self, tmp_path: Path):
-        command = arguments(tmp_path, "--seconds", "0.5", "--workers", "2")
-        subprocess.run(command, capture_output=True, check=True)
+        assert forked(*arguments(tmp_path, "--seconds", "0.5", "--workers", "2"), cwd=tmp_path).code == 0
         rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
         assert all(row["seconds"] >= 0.5 for row in rows)
         assert all(row["epochs"] < 1000 for row in rows)

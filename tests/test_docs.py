@@ -88,7 +88,7 @@ SCRIPTS = {"embed_sd35": "sd3", "embed_flux": "flux", "train_sd35_8gpu": "sd3", 
 
 
 @pytest.mark.parametrize(
-    "name", ["embed_sd35", "train_flux_8gpu", *(slow(n) for n in ("embed_flux", "train_sd35_8gpu"))]
+    "name", ["train_flux_8gpu", *(slow(n) for n in ("embed_sd35", "embed_flux", "train_sd35_8gpu"))]
 )
 def test_scripts_run(name: str, tiny_folder, tmp_path: Path):
     """With one process, and a tiny pipeline and a reward without weights in the place of the real ones."""

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from arborl.embed import texts_of_a_run
 from arborl.models.embeddings import Embeddings, cache_folder, fingerprint
 from arborl.prompts import Prompts, dealt
 from arborl.train import train
+from launching import ranks
 
 from conftest import tiny_overrides
 
@@ -213,10 +212,9 @@ class TestCommand:
         file = tmp_path / "prompts.txt"
         file.write_text("\n".join(f"a cat {'a ' * i}" for i in range(5)))
         overrides = [*tiny_overrides("sd", tiny_folder("sd")), f"prompts.cache={tmp_path / 'cache'}"]
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "arborl"]
-        done = subprocess.run([*launch, "embed", str(file), *overrides], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("prompt(s) encoded") == 1
+        both = ranks(2, "embed", str(file), *overrides, cwd=tmp_path)
+        assert [one.code for one in both] == [0, 0], both
+        assert ["prompt(s) encoded" in one.said for one in both] == [True, False]
         assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 6
         assert not list((tmp_path / "cache").rglob("*.tmp"))
 

@@ -44,6 +44,7 @@ SMALL = [
     "train.epochs=2",
     "train.updates=1",
     "eval.num_prompts=2",
+    "eval.num_steps=2",
     "log.trackers=[]",
     "log.record_every=2",
 ]
@@ -59,10 +60,11 @@ def test_every_preset_trains(tmp_path: Path, model: str, preset: str):
     family = {"scenes": [], "ddim": DDIM, "v": ["model.family=tiny_ddim:TinyV"]}[model]
     config = load_config(preset, [*family, *SMALL, f"log.dir={tmp_path}"])
     assert kernel_of(config) == (config.kernel.flow if model == "scenes" else "ddim")
-    before = {name: value.clone() for name, value in trainable(load_model(config, CPU).module).items()}
+    fresh = load_model(config, CPU)
+    before = trainable(fresh.module)
     folder = train(config)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    schedule = load_model(config, CPU).schedule(config.sample.num_steps)
+    schedule = fresh.schedule(config.sample.num_steps)
     for epoch in range(2):
         plan = make_plan(config, schedule, epoch)
         expected = work(config, plan, epoch)

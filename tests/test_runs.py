@@ -35,7 +35,7 @@ def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_a_run_that_goes_on_as_if_nothing_had_happened(tmp_path: Path, number: signal.Signals):
-    settings = [*MIXTURE, "train.epochs=60", "log.save_every=1000"]
+    settings = [*MIXTURE, "train.epochs=30", "log.save_every=1000"]
     whole = train(load_config("mixture", [*settings, "run_name=whole", f"log.dir={tmp_path}"]))
     cut = tmp_path / "runs" / "cut"
     with Fork("train", "-c", "mixture", *settings, "run_name=cut", cwd=tmp_path) as process:
