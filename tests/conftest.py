@@ -1,4 +1,5 @@
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -141,3 +142,9 @@ def make(overrides: list[str], name: str = "mixture") -> tuple[Config, Model]:
     """A configuration and its model, ready to roll out."""
     config = load_config(name, overrides)
     return config, load_model(config, CPU)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -46,7 +46,7 @@ SMALL = [
     "eval.num_prompts=2",
     "eval.num_steps=2",
     "log.trackers=[]",
-    "log.record_every=2",
+    "log.record_every=0",
 ]
 
 
@@ -58,7 +58,8 @@ RUNS += [("v", preset) for preset in ("tree", "ddpo", "mix_flash")]  # what is p
 def test_every_preset_trains(tmp_path: Path, model: str, preset: str):
     """A few steps: the ratio is 1, the counts are those of the plan, and weights move."""
     family = {"scenes": [], "ddim": DDIM, "v": ["model.family=tiny_ddim:TinyV"]}[model]
-    config = load_config(preset, [*family, *SMALL, f"log.dir={tmp_path}"])
+    drawn = ["log.record_every=2"] if model == "scenes" else []  # a tree looks the same with every model
+    config = load_config(preset, [*family, *SMALL, *drawn, f"log.dir={tmp_path}"])
     assert kernel_of(config) == (config.kernel.flow if model == "scenes" else "ddim")
     fresh = load_model(config, CPU)
     before = trainable(fresh.module)
@@ -77,7 +78,7 @@ def test_every_preset_trains(tmp_path: Path, model: str, preset: str):
     assert spent == (sum(w.forwards for w in whole) + reference, sum(w.forward_backwards for w in whole))
     after = load_file(folder / "checkpoints" / "epoch_000002" / "weights.safetensors")
     assert any(not torch.equal(after[name], value) for name, value in before.items())
-    assert (folder / "trees" / "epoch_000000.png").is_file()
+    assert (folder / "trees" / "epoch_000000.png").is_file() == bool(drawn)
 
 
 def test_every_preset_of_the_family_is_a_preset_and_an_algo():

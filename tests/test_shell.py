@@ -1,6 +1,7 @@
 """The parts around the core: configuration, prompts, rewards, record files, drawings, and who imports whom."""
 
 import ast
+import copy
 import math
 from pathlib import Path
 
@@ -53,6 +54,16 @@ class TestConfiguration:
         for group in groups():
             for option in options(group):
                 assert load_config("tree", [f"{group}={option}"]).tree.w >= 1
+
+    def test_what_is_done_to_one_configuration_is_not_done_to_the_next(self):
+        first = load_config("mix", ["rewards=brightness"])
+        known = copy.deepcopy(first)
+        first.rewards["brightness"].weight = 9.0
+        first.tree.split_points.append(1)
+        first.rewards["other"], first.log.trackers = first.rewards.pop("brightness"), []
+        first.eval.rewards.append("jpeg")
+        load_config("mix", ["rewards=brightness", "rewards.brightness.weight=3", "rewards.new.weight=1"])
+        assert load_config("mix", ["rewards=brightness"]) == known
 
     def test_every_knob_has_a_sentence(self):
         for key, item in knobs():

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,19 +57,15 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
 
 def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
-    given = {_check_override(text).key_or_group: text for text in overrides}
-    chosen = [text for text in overrides if _check_override(text).key_or_group in groups()]
+    keys = [_check_override(text).key_or_group for text in overrides]
+    given = dict(zip(keys, overrides, strict=True))
+    chosen = [text for key, text in zip(keys, overrides, strict=True) if key in groups()]
     with _one_line_errors("--config-name", name, overrides):
-        folder, name, search = _locate(name)
-        GlobalHydra.instance().clear()
-        # Without `_self_` in its defaults list a file's own settings come last, which needs no warning.
-        quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
-        with quiet, initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            composed = compose(config_name=name, overrides=[*search, *chosen])
-            if "model.path" in given and not given.keys() & {"model", "model.family"}:
-                family = _family_at(str(_parse(given["model.path"]).value()))
-                if family != composed.model.family:  # another kind than the preset's: with settings of its own
-                    composed = compose(config_name=name, overrides=[*search, *chosen, f"model={family}"])
+        composed = _compose(name, chosen)
+        if "model.path" in given and not given.keys() & {"model", "model.family"}:
+            family = _family_at(str(_parse(given["model.path"]).value()))
+            if family != composed.model.family:  # another kind than the preset's: with settings of its own
+                composed = _compose(name, [*chosen, f"model={family}"])
         composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
         # Single keys come last, on the whole schema: a reward's name is the user's own, a preset may lack parts.
         for text in overrides:
@@ -125,6 +122,28 @@ def with_whole_paths(config: Config) -> Config:
             for name, reward in {**config.rewards, **watched}.items()
         },
     )
+
+
+def _compose(name: str, groups: Sequence[str]) -> DictConfig:
+    """A preset or a file with the groups chosen for it, before single keys."""
+    folder, name, search = _locate(name)
+    if folder == FOLDER:
+        return _composed_once(name, tuple(groups))
+    return _compose_in(folder, name, [*search, *groups])
+
+
+@cache
+def _composed_once(name: str, groups: tuple[str, ...]) -> DictConfig:
+    """Of what is shipped, which stays as it is: a comparison asks for the same presets again and again."""
+    return _compose_in(FOLDER, name, groups)
+
+
+def _compose_in(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    # Without `_self_` in its defaults list a file's own settings come last, which needs no warning.
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+    with quiet, initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return compose(config_name=name, overrides=list(overrides))
 
 
 def _locate(name: str) -> tuple[Path, str, list[str]]:
