@@ -1,4 +1,4 @@
-"""Every preset trains: on the scenes, a flow, and on a tiny diffusion model."""
+"""Every preset trains: on a tiny SD3 pipeline, a flow, and on a tiny diffusion model."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from arborl.models import load_model
 from arborl.plan import check_plan, kernel_of, make_plan, pruning, work
 from arborl.train import train
 
-from conftest import CPU
+from conftest import CPU, TINY
 
 PRESETS = (
     "tree",
@@ -33,7 +33,7 @@ PRESETS = (
 )
 
 
-DDIM = ["model.family=tiny_ddim:TinyDDIM"]
+DDIM, V = ["model.family=tiny_ddim:TinyDDIM"], ["model.family=tiny_ddim:TinyV"]
 SMALL = [
     "rewards=brightness",
     "sample.num_prompts=1",
@@ -50,17 +50,17 @@ SMALL = [
 ]
 
 
-RUNS = [(model, preset) for model in ("scenes", "ddim") for preset in PRESETS]
+RUNS = [(model, preset) for model in ("sd3", "ddim") for preset in PRESETS]
 RUNS += [("v", preset) for preset in ("tree", "ddpo", "mix_flash")]  # what is predicted only changes coefficients
 
 
 @pytest.mark.parametrize(("model", "preset"), RUNS)
-def test_every_preset_trains(tmp_path: Path, model: str, preset: str):
+def test_every_preset_trains(tmp_path: Path, tiny_folder, model: str, preset: str):
     """A few steps: the ratio is 1, the counts are those of the plan, and weights move."""
-    family = {"scenes": [], "ddim": DDIM, "v": ["model.family=tiny_ddim:TinyV"]}[model]
-    drawn = ["log.record_every=2"] if model == "scenes" else []  # a tree looks the same with every model
+    family = {"sd3": [f"model.path={tiny_folder('sd3')}", *TINY["sd3"]], "ddim": DDIM, "v": V}[model]
+    drawn = ["log.record_every=2"] if model == "sd3" else []  # a tree looks the same with every model
     config = load_config(preset, [*family, *SMALL, *drawn, f"log.dir={tmp_path}"])
-    assert kernel_of(config) == (config.kernel.flow if model == "scenes" else "ddim")
+    assert kernel_of(config) == (config.kernel.flow if model == "sd3" else "ddim")
     fresh = load_model(config, CPU)
     before = trainable(fresh.module)
     folder = train(config)
