@@ -80,16 +80,11 @@ def test_settings_named_in_prose_exist(page: Path):
         assert key in known or key.endswith((".py", ".yaml", ".txt")), key
 
 
-def slow(name: str):
-    return pytest.param(name, marks=pytest.mark.slow)
-
-
 SCRIPTS = {"embed_sd35": "sd3", "embed_flux": "flux", "train_sd35_8gpu": "sd3", "train_flux_8gpu": "flux"}
 
 
-@pytest.mark.parametrize(
-    "name", ["train_flux_8gpu", *(slow(n) for n in ("embed_sd35", "embed_flux", "train_sd35_8gpu"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run(name: str, tiny_folder, tmp_path: Path):
     """With one process, and a tiny pipeline and a reward without weights in the place of the real ones."""
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")

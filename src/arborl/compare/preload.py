@@ -1,5 +1,6 @@
 """What every run imports. The forkserver imports it once, and runs start from there in no time."""
 
+import gc
 import signal
 
 from ..models.quiet import quiet_libraries
@@ -14,3 +15,5 @@ with quiet_libraries():
     diffusers.StableDiffusion3Pipeline  # noqa: B018 (diffusers imports what it is asked for)
 
 from .. import train  # noqa: E402, F401
+
+gc.freeze()  # runs share these pages as long as nobody looks through them
