@@ -89,6 +89,7 @@ def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
         "sample.num_prompts=2",
         "tree.w=3",
         "eval.num_prompts=4",
+        "log.record_every=0",
     ]
 
 
@@ -134,6 +135,7 @@ def tiny_overrides(family: str, folder: Path) -> list[str]:
         "tree.w=2",
         "eval.num_prompts=2",
         "log.trackers=[]",
+        "log.record_every=0",
         *TINY[family],
     ]
 

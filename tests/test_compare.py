@@ -22,7 +22,7 @@ from arborl.config import save_config
 from arborl.core.errors import InputError
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
-SMALL = ("eval.num_prompts=8", "sample.num_prompts=2")
+SMALL = ("eval.num_prompts=8", "sample.num_prompts=2", "log.record_every=0")
 
 
 def line(*points: tuple[float, float]) -> list[Point]:

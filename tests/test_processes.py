@@ -93,7 +93,7 @@ def test_prompts_of_each_process_are_prompts_of_an_epoch(tmp_path: Path):
 
 
 def pictures(sd3_overrides: list[str], kind: str) -> list[str]:
-    few = ["--config-name=mixture", *sd3_overrides, f"model.train={kind}", "train.epochs=2", "log.record_every=0"]
+    few = ["--config-name=mixture", *sd3_overrides, f"model.train={kind}", "train.epochs=2"]
     return [*few, "sample.prompts_per_epoch=3", "tree.w=2", "train.learning_rate=3e-5", "train.batch_size=4"]
 
 

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -43,6 +42,7 @@ from bench.reward_files import (
     image_reward,
     open_clip,
 )
+from launching import forked
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -776,10 +776,8 @@ def test_the_treegrpo_command_end_to_end(files, sd3_with_clip_words, tmp_path):
     readme = ["--config-name", "base", "run_name=sd3-5m_treegrpo", "sample.num_prompts=2", "sample.num_trees=1"]
     small = [f"model.path={sd3_with_clip_words}", "sample.resolution=16", "model.max_sequence_length=4"]
     small += ["train.epochs=2", "eval.num_prompts=2", "eval.rewards=[hps,jpeg]"]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", "--cpu"]
-    command = [*launcher, str(ROOT / "train.py"), *readme, "tree.w=4", "tree.k=2", *small]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forked("train", *readme, "tree.w=4", "tree.k=2", *small, cwd=tmp_path)
+    assert done.code == 0, done.said
     found = rows(tmp_path / "runs" / "sd3-5m_treegrpo")
     assert [(row["edges"], row["parents"], row["steps"]) for row in found[:2]] == [(60, 30, 1)] * 2
     assert all(-1 < row["rewards/hps/mean"] < 1 and row["rewards/hps/std"] > 0 for row in found[:2])
