@@ -24,8 +24,10 @@ from .record import Record
 from .rewards import Rewards
 from .rewards.base import first_line
 
-RATIO_BOUND, RATIO_BOUND_HALF = 1e-6, 1e-4
-"""How far from 1 the first update's ratio may be by rounding alone, in float32 and in half precision."""
+RATIO_BOUND, RATIO_BOUND_HALF, RATIO_BOUND_COMPILED = 1e-6, 1e-4, 1e-5
+"""How far from 1 the first update's ratio may be by rounding alone: in float32; in half precision; and compiled, where
+rollout and update run the same code (docs/performance.md has what was measured).
+"""
 
 
 class Finding(NamedTuple):
@@ -39,6 +41,8 @@ class Finding(NamedTuple):
 
 def ratio_bound(model: Model, accelerator: Accelerator) -> float:
     single = all(p.dtype == torch.float32 for p in model.module.parameters())
+    if model.compiled:
+        return RATIO_BOUND_COMPILED
     return RATIO_BOUND if single and accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
 
 
@@ -67,7 +71,8 @@ def steps_of(model: Model, record: Record, config: Config) -> list[Step]:
         edges, row = _edges_below(plan.parent, here, rows)
         prompt, node = rows.unbind(1)
         x = record.latents[prompt, node].to(model.device)
-        v = model.predict(x, like(plan.timestep[node], x), record.cond[prompt.to(model.device)])
+        with model.as_trained():
+            v = model.predict(x, like(plan.timestep[node], x), record.cond[prompt.to(model.device)]).detach()
         policy = transition(x[row], v[row], Coefficients(*(c[edges] for c in plan.coefficients)))
         children = record.latents[prompt[row], plan.child[edges]].to(model.device)
         old = record.log_density[prompt[row], edges].to(model.device)

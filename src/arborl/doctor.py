@@ -32,7 +32,7 @@ from .plan import check_plan, make_plan, places, window_of, work
 from .prepare import Assembled, assemble, prepare, start_accelerator
 from .prompts import Deal, Prompts, Share, deal, share_of
 from .record import Record
-from .rollout import rollout
+from .rollout import rollout, trained_batch
 from .runs import checkpoint_of
 from .shard import local
 from .train import run_epochs
@@ -120,7 +120,8 @@ class Patient:
         yield from self.speed()
 
     def rollout(self, plan: Plan) -> Record:
-        return rollout(self.model, plan, self.cond, self.key, self.share.ids, self.config.sample)
+        twin = trained_batch(self.model, self.config)
+        return rollout(self.model, plan, self.cond, self.key, self.share.ids, self.config.sample, trained_batch=twin)
 
     def training(self, record: Record) -> Iterator[Finding]:
         """Two optimizer steps with advantages drawn by chance, looked at and taken back."""

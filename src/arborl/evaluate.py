@@ -1,8 +1,8 @@
 """Decoding and scoring in bounded memory, and evaluation: ODE pictures of fixed seeds, mean ± standard error."""
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,9 +46,10 @@ def decode_and_score(
     batch_size: int,
     keep_pictures: int = 0,
     measured: bool = False,
+    stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Scored:
     """All leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too, and where it is
-    asked for what the pictures are like.
+    asked for what the pictures are like. Inside `stage("decode")` they are decoded.
     """
     count = leaves.shape[1]
     flat, captions = leaves.flatten(0, 1), prompts.repeat(count)
@@ -59,7 +60,8 @@ def decode_and_score(
     pictures = [torch.empty(0, dtype=torch.uint8)]
     for batch in batches(len(flat), batch_size):
         index = batch.rows.tolist()
-        images = model.decode(flat[batch.rows].to(model.device))
+        with stage("decode"):
+            images = model.decode(flat[batch.rows].to(model.device))
         some = captions.take(index)
         found, failed = rewards(images, some.texts, some.columns)
         answers.append(found)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import psutil
 import torch
 from accelerate import Accelerator
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from .batches import settled
 from .checkpoint import State
@@ -25,6 +27,8 @@ from .prompts import deal
 
 ROOM = 0.9
 """Share of the free memory that a trial may be expected to take."""
+WORTH, SHORT = 5e16, 600.0
+"""Operations of a run, and seconds it may take, from which on compiling is worth its minute or two."""
 GAIN = 0.97
 """A larger size must take at most this share of the time a row takes in a smaller one."""
 
@@ -60,11 +64,55 @@ def settle(config: Config, model: Model, state: State | None, accelerator: Accel
         key = f"{section}.{name}"
         most = config.eval.num_prompts if state is None else rows(config, accelerator.num_processes)[key]
         stage = call(key, model, state, accelerator, config, prompt)
-        tried = trials(key, stage, most, model.device, accelerator)
+        # A single row would need compiled code of its own.
+        tried = trials(key, stage, most, model.device, accelerator, first=2 if model.compiled else 1)
         chosen = choose(tried)
         setattr(holder, name, chosen.size)
         lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown(tried)})")
     return lines
+
+
+def forward_flops(model: Model, prompt: str) -> int:
+    """Floating-point operations of one `predict` of one row, guidance and adapters included."""
+    cond = model.encode([prompt])
+    x = model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=model.device))
+    # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
+    apart = sdpa_kernel(SDPBackend.MATH) if model.device.type == "cpu" else nullcontext()
+    with torch.no_grad(), apart, FlopCounterMode(display=False) as counter:
+        model.predict(x, torch.full((1,), 500.0, device=model.device), cond)
+    return counter.get_total_flops()
+
+
+def settle_compile(config: Config, flops: int, device: torch.device) -> list[str]:
+    """Put `on` or `off` in the place of `compile=auto`."""
+    if config.compile != "auto":
+        return []
+    around = places(config)
+    epoch = sum(work(config, plan, first).cost for first, plan in around) / len(around)
+    total = epoch * flops * config.train.epochs
+    short = 0 < config.train.max_seconds < SHORT or total < WORTH
+    config.compile = "on" if device.type == "cuda" and not short else "off"
+    if device.type != "cuda":
+        return []  # nobody expects it there
+    why = "more than compiling costs" if not short else "less than compiling costs"
+    return [f"compile=auto: {config.compile} (the run's {total:.1e} floating-point operations take {why})"]
+
+
+def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> str:
+    """Every kind of call once, so that compiling is over before the first epoch; what it took."""
+    start = time.perf_counter()
+    sizes = {
+        "sample.batch_size": settled(config.sample.batch_size),
+        "train.batch_size": settled(config.train.batch_size),
+        "sample.decode_batch_size": settled(config.sample.decode_batch_size),
+    }
+    most = rows(config, accelerator.num_processes)
+    for key, size in sizes.items():
+        call(key, model, state, accelerator, config, prompt)(min(size, most[key]))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    seconds = time.perf_counter() - start
+    return f"compiled in {seconds:.0f} s; kept for the next run in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:
@@ -126,13 +174,14 @@ def trials(
     device: torch.device,
     accelerator: Accelerator | None = None,
     own: int = 0,
+    first: int = 1,
 ) -> list[Trial]:
-    """Sizes 1, 2, 4, … up to `most`, until memory is short or two doublings have gained nothing; and one's `own`.
+    """Sizes from `first` on, doubled up to `most`, until memory is short or two gained nothing; and one's own.
 
     All ranks try the same sizes; the slowest one's time counts.
     """
     done: list[Trial] = []
-    size = 1
+    size = min(first, most)
     while True:
         trial = Trial(size, math.inf)
         if _everyone(_has_room(done, size, device), accelerator):
@@ -146,7 +195,8 @@ def trials(
         seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
         done.append(trial._replace(seconds=seconds))
         if not done[0].fits:
-            raise InputError(key, 1, "not even one row fits into memory", "a smaller picture, LoRA, or split weights")
+            few = "one row fits" if size == 1 else f"{size} rows fit"
+            raise InputError(key, size, f"not even {few} into memory", "a smaller picture, LoRA, or split weights")
         if not done[-1].fits or size == most:
             break
         if choose(done).size * 4 <= size:

@@ -24,7 +24,7 @@ from .draw import draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
 from .fit import memory_in_use
 from .models import Model
-from .plan import window_of
+from .plan import BACKWARD_COST, window_of
 from .prompts import Prompts, Share, deal, share_of
 from .record import Record, RecordedTree, previews
 from .rewards import Rewards, Scores
@@ -44,6 +44,7 @@ class Job:
     state: State
     run: log.Run
     together: Together
+    flops: int = 0  # floating-point operations of a forward
     keeps: bool = True  # write checkpoints; not where only what is learnt counts
     looked: bool = False  # at the first rollout
     examined: bool = False  # the first updates: their ratio, and where their gradients came to
@@ -82,7 +83,9 @@ class Job:
         if not real:
             return Scores({}, empty.double())
         prompts = share.prompts.take(range(real))
-        found, _, thumbnails, _ = decode_and_score(self.model, self.rewards.trained, leaves[:real], prompts, size)
+        found, _, thumbnails, _ = decode_and_score(
+            self.model, self.rewards.trained, leaves[:real], prompts, size, stage=self.run.stage
+        )
         self.diversity[:real] = diversity(thumbnails)
         parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
         return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.lost)
@@ -183,7 +186,13 @@ class Job:
         state.forwards += plan.forwards * share.total
         state.forwards += int(parents) if with_kl else 0  # the reference's
         state.forward_backwards += int(parents)
+        calls = {"rollout": plan.forwards * share.total, "update": BACKWARD_COST * int(parents)}
+        metrics |= {f"tflops/{name}": self._tflops(count, name) for name, count in calls.items()}
         return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
+
+    def _tflops(self, forwards: int, stage: str) -> float:
+        """Needed operations a second that a stage came to, all processes together."""
+        return 1e-12 * self.flops * forwards / self.run.seconds[stage]
 
     def _scores(self, scores: Scores, prompts: int) -> dict[str, float]:
         total = gather(scores.total.float(), self.accelerator)[:prompts]

@@ -28,7 +28,9 @@ from .config.schema import Config
 from .core.errors import InputError
 from .together import all_or_none
 
-STAGES = ("encode", "rollout", "score", "advantage", "update", "record", "evaluate", "checkpoint")
+STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
+BLOCKS = 24
+"""Length of the bar that shows where an epoch's time went, all stages together."""
 
 
 class Run:
@@ -39,6 +41,7 @@ class Run:
     ) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
+        self.inside: list[float] = []  # seconds that stages within the open ones took
         self.trained = 0.0  # seconds of all epochs, evaluation apart
         self.warned: set[str] = set()
         self.console = Console(stderr=True, quiet=quiet or not self.main, highlight=False)
@@ -58,15 +61,18 @@ class Run:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage; on a GPU until its work is done, so that the split is true."""
+        """Time a stage, less those within it; on a GPU until its work is done, so that the split is true."""
         start = time.perf_counter()
+        self.inside.append(0.0)
         try:
             yield
         finally:
             if self.accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
             spent = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self.inside.pop()
+            if self.inside:
+                self.inside[-1] += spent
 
     def log(self, epoch: int, metrics: dict[str, float]) -> dict[str, float]:
         """One line of metrics.jsonl and one point in every tracker; the epoch's times are added and begun anew."""
@@ -178,6 +184,16 @@ def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in rows) for name in STAGES}
 
 
+def time_split(row: dict[str, Any]) -> str:
+    """Where an epoch's time went, a piece of a bar for each stage; and how fast the model was called."""
+    spent = {name: row.get(f"time/{name}") or 0.0 for name in STAGES}
+    total = sum(spent.values()) or 1.0
+    shown = {name: seconds for name, seconds in spent.items() if seconds >= max(0.05, 0.01 * total)}
+    parts = [f"{name} {'▇' * round(BLOCKS * s / total)} {s:.1f}s" for name, s in shown.items()]
+    rates = [f"{name} {row[f'tflops/{name}']:.3g}" for name in ("rollout", "update") if f"tflops/{name}" in row]
+    return " ".join(parts) + (f" | TFLOP/s: {', '.join(rates)}" if rates else "")
+
+
 def flat(config: Config) -> dict[str, Any]:
     """Every setting of a configuration by its key."""
     return _flat(asdict(config))
@@ -285,9 +301,7 @@ class Bar:
         self.progress.stop()
 
     def advance(self, metrics: dict[str, float]) -> None:
-        split = " ".join(
-            f"{name} {metrics[f'time/{name}']:.1f}s" for name in STAGES if metrics.get(f"time/{name}", 0) >= 0.05
-        )
+        split = time_split(metrics)
         names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
         names = [name.split("/")[1] for name in names if name.count("/") == 2]
         if len(names) > 1:  # the score that is optimised is a sum of z-scores, which says little

@@ -27,7 +27,7 @@ from .config import read_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed, texts_of_a_run
-from .fit import geometry, settle
+from .fit import forward_flops, geometry, settle, settle_compile, warm_up
 from .inputs import load_inputs, probe
 from .job import Job
 from .models import Model, load_model
@@ -81,7 +81,8 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
         run.warn_once(text)
     run.warn_if_wrong(free_disk(config, state.parameters, run.folder))
     together = Together(accelerator, state.sharded)
-    return Job(config, accelerator, parts.model, parts.rewards, parts.prompts, parts.held_out, state, run, together)
+    made = parts.model, parts.rewards, parts.prompts, parts.held_out
+    return Job(config, accelerator, *made, state, run, together, parts.flops)
 
 
 def check_goes_on(config: Config, run: Path, epoch: int) -> None:
@@ -104,6 +105,7 @@ class Assembled:
     prompts: Prompts
     held_out: Prompts
     state: State
+    flops: int  # of a forward
     told: list[str]  # what came of it that is worth a line
 
 
@@ -118,6 +120,11 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
     embedded = embed(config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator)
     with all_or_none(accelerator):
         model = load_model(config, accelerator.device)
+        flops = forward_flops(model, prompts.texts[0])
+        told = [str(embedded)] if embedded else []
+        told += settle_compile(config, flops, accelerator.device)
+        if config.compile == "on":
+            told += model.compile()
     how = shard.how_to_split(config, accelerator)
     split = how != "no"
     if split:
@@ -142,10 +149,11 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
     average = Ema(parameters, train.ema_decay, train.ema_every)
     state = State(parameters, optimizer, average, prompt_list=prompts.digest)
-    told = [str(embedded)] if embedded else []
     told += settle(config, model, state, accelerator, prompts.texts[0])
+    if model.compiled:
+        told.append(warm_up(config, model, state, accelerator, prompts.texts[0]))
     told += geometry(config, accelerator.num_processes, split)
-    return Assembled(model, rewards, prompts, held_out, state, told)
+    return Assembled(model, rewards, prompts, held_out, state, flops, told)
 
 
 def start_accelerator(config: Config, **options: Any) -> Accelerator:

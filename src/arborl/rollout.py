@@ -1,11 +1,13 @@
 """All trees of all prompts advance together, a level at a time, one model forward for each parent."""
 
+from contextlib import nullcontext
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .batches import batches, settled
-from .config.schema import SampleConfig
+from .batches import batches, placed, settled
+from .config.schema import Config, SampleConfig
 from .core.kernels import Coefficients, transition
 from .core.noise import Key, normal
 from .core.plain import like
@@ -24,10 +26,12 @@ def rollout(
     config: SampleConfig,
     keep_clean: bool = False,
     start: Float[Tensor, "prompts roots *latent"] | None = None,
+    trained_batch: int = 0,
 ) -> Record:
     """Grow the plan's trees for every prompt. `prompt_ids` are global, so the noise does not depend on the rank.
 
-    `start` replaces the noise that trees grow from.
+    `start` replaces the noise that trees grow from. `trained_batch` is the micro-batch of nodes that the update will
+    look at again, where they need one of their own.
     """
     prompts, device = len(cond), model.device
     if start is None:
@@ -39,43 +43,62 @@ def rollout(
     log_density = torch.zeros(prompts, plan.edges, device=device)
     clean = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_clean else None
     latents[:, : plan.roots] = frontier
-    looks_back = bool(plan.multistep.any())
-    before = frontier if looks_back else None  # x̂0 at the parents of the frontier's nodes
+    # Everything the levels need is on the device before the first of them, so that nothing waits for it there.
+    table = Coefficients(*(placed(c.float(), device) for c in plan.coefficients))
+    timestep, momentum = placed(plan.timestep.float(), device), placed(plan.momentum.float(), device)
+    to_clean = tuple(placed(c.float(), device) for c in plan.clean)
+    before = frontier if bool(plan.multistep.any()) else None  # x̂0 at the parents of the frontier's nodes
     first = 0  # the number of the frontier's first node
     for level in plan.levels:
-        x = frontier[:, level.parents - first]
-        v = predict(model, x, plan.timestep[level.parents], cond, settled(config.batch_size), config.pad_batches)
+        parents, slot = placed(level.parents, device), placed(level.slot, device)
+        children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
+        stochastic = bool(plan.stochastic[level.edges].any())
+        x = frontier[:, parents - first]
+        how = (trained_batch, True) if stochastic and trained_batch else (settled(config.batch_size), False)
+        v = predict(model, x, timestep[parents], cond, *how, pad=config.pad_batches)
         if clean is not None:
-            clean[level.parents] = clean_of(plan, level.parents, x[:1], v[:1])[0]
-        children = plan.child[level.edges]
+            clean[parents] = clean_of(to_clean, parents, x[:1], v[:1])[0]
         gaussian = transition(
-            x[:, level.slot].flatten(0, 1),
-            v[:, level.slot].flatten(0, 1),
-            Coefficients(*(c[level.edges].repeat(prompts) for c in plan.coefficients)),
+            x[:, slot].flatten(0, 1),
+            v[:, slot].flatten(0, 1),
+            Coefficients(*(c[level.edges].repeat(prompts) for c in table)),
         )
         if before is not None:
-            here = clean_of(plan, level.parents, x, v)
-            change = (here - before[:, level.parents - first])[:, level.slot]
-            gaussian.mean.add_((_spread(plan.momentum[level.edges], x) * change).flatten(0, 1))
-            before = here[:, level.slot]
-        if plan.stochastic[level.edges].any():
-            drawn = gaussian.sample(normal(key, addresses(plan, prompt_ids, children, device), model.latent_shape))
-            log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, len(children)))
+            here = clean_of(to_clean, parents, x, v)
+            change = (here - before[:, parents - first])[:, slot]
+            gaussian.mean.add_((_spread(momentum[level.edges], x) * change).flatten(0, 1))
+            before = here[:, slot]
+        if stochastic:
+            drawn = gaussian.sample(
+                normal(key, addresses(plan, prompt_ids, plan.child[level.edges], device), model.latent_shape)
+            )
+            log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, -1))
         else:
             drawn = gaussian.mean
-        frontier = drawn.unflatten(0, (prompts, len(children)))
+        frontier = drawn.unflatten(0, (prompts, -1))
         latents[:, children] = frontier.to(storage)
-        first = int(children[0])
+        first = children.start
     if clean is not None:
-        clean[plan.leaves] = latents[0, plan.leaves].to(device)
+        leaves = placed(plan.leaves, device)
+        clean[leaves] = latents[0, leaves.to(storage)].to(device)
     return Record(plan, cond, latents, log_density, clean)
 
 
+def trained_batch(model: Model, config: Config) -> int:
+    """Nodes that the update looks at again go through its own code where that is compiled, and so in its micro-batches;
+    0 where it makes no difference.
+    """
+    return settled(config.train.batch_size) if model.compiled else 0
+
+
 def clean_of(
-    plan: Plan, nodes: Int[Tensor, " n"], x: Float[Tensor, "prompts n *latent"], v: Float[Tensor, "prompts n *latent"]
+    coefficients: tuple[Float[Tensor, " nodes"], ...],
+    nodes: Int[Tensor, " n"],
+    x: Float[Tensor, "prompts n *latent"],
+    v: Float[Tensor, "prompts n *latent"],
 ) -> Float[Tensor, "prompts n *latent"]:
-    """x̂0, what the model takes the clean sample to be, at some nodes."""
-    a, b = (_spread(c[nodes], x) for c in plan.clean)
+    """x̂0, what the model takes the clean sample to be, at some nodes; `coefficients` are the plan's."""
+    a, b = (_spread(c[nodes], x) for c in coefficients)
     return a * x + b * v
 
 
@@ -90,7 +113,7 @@ def addresses(
     """Where each draw stands: (global prompt, tree, number within the tree), prompt by prompt."""
     prompt = prompt_ids.repeat_interleave(len(nodes))
     tree, number = (values[nodes].repeat(len(prompt_ids)) for values in (plan.tree, plan.number))
-    return torch.stack([prompt, tree, number], 1).to(device)
+    return placed(torch.stack([prompt, tree, number], 1), device)
 
 
 def predict(
@@ -99,14 +122,19 @@ def predict(
     t: Float[Tensor, " n"],
     cond: Cond,
     batch_size: int,
+    trained: bool,
     pad: bool,
 ) -> Float[Tensor, "prompts n *latent"]:
-    """The model's velocities in micro-batches; small frontiers of different prompts share a call."""
+    """The model's velocities in micro-batches; small frontiers of different prompts share a call.
+
+    Those of `trained` nodes come from the code that the update will run.
+    """
     prompts, n = x.shape[:2]
-    flat, times = x.flatten(0, 1), like(t.repeat(prompts), x)
+    flat, times = x.flatten(0, 1), t.repeat(prompts)
     out = torch.empty_like(flat)
     for batch in batches(prompts * n, batch_size, pad):
-        index = batch.rows.to(x.device)
-        v = model.predict(flat[index], times[index], cond[index // n])
-        out[index[: batch.valid]] = v[: batch.valid]
+        index = placed(batch.rows, x.device)
+        with model.as_trained() if trained else nullcontext():
+            v = model.predict(flat[index], times[index], cond[index // n])
+        out[index[: batch.valid]] = v.detach()[: batch.valid]
     return out.unflatten(0, (prompts, n))

@@ -5,7 +5,6 @@ bfloat16 with the other inputs, and leaves weights outside the blocks gathered a
 """
 
 import os
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .config.schema import Config
 from .core.errors import InputError
+from .models.compiled import outermost
 
 
 @cache
@@ -66,20 +66,11 @@ def shard(module: nn.Module, accelerator: Accelerator, how: str) -> None:
         reduce_dtype=torch.float32 if half else None,
         cast_forward_inputs=False,
     )
-    for block in _blocks(module):
+    for block in outermost(module):
         fully_shard(block, mesh=mesh, mp_policy=blocks, reshard_after_forward=True)
     # Split again after each forward, unlike by default: what a rollout left gathered would be stale after a step.
     whole_precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     fully_shard(module, mesh=mesh, mp_policy=whole_precision, reshard_after_forward=True)
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated layers, such as a transformer's blocks."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from (layer for layer in child if any(True for _ in layer.parameters()))
-        else:
-            yield from _blocks(child)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from .job import Job
 from .log import Bar
 from .plan import make_plan, pruning
 from .prepare import prepare
-from .rollout import rollout
+from .rollout import rollout, trained_batch
 from .update import update
 
 
@@ -35,8 +35,9 @@ def run_epochs(job: Job) -> Path:
             with run.stage("rollout"), together.sampling():
                 plan = make_plan(config, schedule, epoch)
                 key = fold(config.seed, epoch)
-                record = rollout(model, plan, cond, key, share.ids, config.sample, keep_clean=job.records(epoch))
-            with run.stage("score"), together.alone():
+                twin = trained_batch(model, config)
+                record = rollout(model, plan, cond, key, share.ids, config.sample, job.records(epoch), None, twin)
+            with run.stage("reward"), together.alone():
                 scores = job.score(record, share)
             with run.stage("advantage"):
                 job.tell_failures(scores, share)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .batches import batches, settled
+from .batches import batches, placed, settled
 from .checkpoint import State
 from .collect import by_copy, gather
 from .config.schema import Config, TrainConfig
@@ -179,19 +179,24 @@ def _loss(
 ) -> Float[Tensor, ""]:
     """The summed loss of one micro-batch: a forward per parent, a density per edge."""
     plan, device = record.plan, model.device
+
+    def of_edges(values: Tensor) -> Tensor:
+        return placed(values[batch.edge].float(), device)
+
     prompt, node = batch.parents.unbind(1)
-    x = record.latents[prompt, node].to(device)
-    t = like(plan.timestep[node], x)
-    cond = record.cond[prompt.to(device)]
-    child = record.latents[batch.prompt, plan.child[batch.edge]].to(device)
-    row = batch.row.to(device)
-    coefficients = Coefficients(*(c[batch.edge] for c in plan.coefficients))
+    x = _at(record.latents, prompt, node, device)
+    t = placed(plan.timestep[node].float(), device)
+    cond = record.cond[placed(prompt, device)]
+    child = _at(record.latents, batch.prompt, plan.child[batch.edge], device)
+    row = placed(batch.row, device)
+    coefficients = Coefficients(*map(of_edges, plan.coefficients))
     policy = transition(x[row], model.predict(x, t, cond)[row], coefficients)
 
     new = policy.log_density(child)
-    old = record.log_density[batch.prompt, batch.edge].to(device)
-    weight = like(plan.noise_weight[batch.edge], new) if config.edge_weight == "noise" else None
-    loss, seen = clipped_surrogate(new, old, like(advantage[batch.prompt, batch.edge], new), config.clip, weight)
+    old = _at(record.log_density, batch.prompt, batch.edge, device)
+    weight = of_edges(plan.noise_weight) if config.edge_weight == "noise" else None
+    gain = _at(advantage.to(new.dtype), batch.prompt, batch.edge, device)
+    loss, seen = clipped_surrogate(new, old, gain, config.clip, weight)
     ratio = seen["ratio"]
     if first:
         stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())
@@ -210,6 +215,13 @@ def _loss(
         stats.add(kl=divergence)
         loss = loss + config.kl * divergence
     return loss
+
+
+def _at(values: Tensor, first: Tensor, second: Tensor, device: torch.device) -> Tensor:
+    """`values[first, second]` on the device, by indices on the host, wherever the values are."""
+    if values.device.type == "cpu":
+        return placed(values[first, second], device)
+    return values[placed(first, values.device), placed(second, values.device)]
 
 
 def _idle_loss(model: Model, record: Record, with_reference: bool) -> Float[Tensor, ""]:

@@ -279,6 +279,9 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
 
 def _as_object(composed: DictConfig) -> Config:
     config = cast(Config, OmegaConf.to_object(composed))
+    config.compile = {"True": "on", "False": "off"}.get(
+        config.compile, config.compile
+    )  # what yaml takes on and off for
     check_bounds(config)
     # The name becomes a folder: one plain component, so that it cannot leave the runs folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", config.run_name):

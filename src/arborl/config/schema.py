@@ -48,6 +48,12 @@ class ModelConfig:
         "Precision of frozen weights; auto is bfloat16 on a GPU and float32 on a CPU.",
         choices=("auto", "float32", "bfloat16"),
     )
+    vae_dtype: str = knob(
+        "auto",
+        "Precision that pictures are decoded in. auto is float32, or where the decoder is compiled and known to bear "
+        "it (SD3's) float16; bfloat16 leaves bands in pictures, and rewards see them.",
+        choices=("auto", "float32", "float16", "bfloat16"),
+    )
     max_sequence_length: int = knob(
         256, "Text tokens given to T5, for models that have one (SD3 without its T5 adds as many zero tokens).", low=0
     )
@@ -327,6 +333,12 @@ class LogConfig:
 class Config:
     seed: int = knob(0, "Everything random is a function of it.", low=0, high=2**63 - 1)
     run_name: str = knob("auto", "Name of the run's folder; auto takes the next free number.")
+    compile: str = knob(
+        "auto",
+        "Run the model as compiled code (torch.compile): about twice as fast on a GPU, after a minute or two at the "
+        "start. auto does it on a GPU where the run is long enough to get that back.",
+        choices=("auto", "on", "off"),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -3,19 +3,21 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import Key, normal
 from ..core.schedule import Schedule, shifted
 from . import lora
+from .compiled import compile_blocks
 from .embeddings import Embeddings
 
 
@@ -55,6 +57,7 @@ class Model(ABC):
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
         self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
+        self.compiled = False
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -121,6 +124,23 @@ class Model(ABC):
             self.module.float().requires_grad_(True)
         # Rollout and update must be the same function; dropout would make them two.
         self.module.eval()
+
+    def compile(self) -> list[str]:
+        """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
+        for module in filter(None, [self.module, self.frozen]):
+            compile_blocks(module)
+        self.compiled = True
+        return []
+
+    @contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """Inside, `predict` runs the code that the update runs. Compiled, that is other code than without gradients,
+        and it rounds differently.
+        """
+        # No backward pass will follow, and other ranks are not to wait for one.
+        alone = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+        with torch.set_grad_enabled(self.compiled), alone:
+            yield
 
     def keep_reference(self) -> None:
         """Remember the current policy as the KL reference: with LoRA it is there already, else it is a frozen copy."""

@@ -13,15 +13,19 @@ from torch import Tensor
 
 from ..config.schema import Config
 from ..core.errors import InputError
+from ..core.noise import fold
 from ..core.schedule import Schedule
 from ..prompts import HELDOUT_PICTURES, PICTURES
 from . import lora
 from .base import Cond, Model
+from .compiled import compile_calls
 from .embeddings import Embeddings, Encode, cache_folder, fingerprint
 from .guidance import guided
 from .quiet import quiet_libraries
 from .source import Source
 
+SAME_PICTURE = 4e-3
+"""Mean difference of pixels up to which half precision draws the same picture: one step of 255."""
 JOINT_ATTENTION = (
     "attn.add_k_proj",
     "attn.add_q_proj",
@@ -53,6 +57,8 @@ class PipelineModel(Model):
     """The part that is a T5, for pipelines that are told how many tokens to give one."""
     left_out: ClassVar[Sequence[str]] = ()
     """Parts that are not needed even to make a picture."""
+    half_decoder: ClassVar[bool] = False
+    """Whether its VAE is known to decode in float16 without overflow (SDXL's and FLUX's do not)."""
     schedulers: ClassVar[Sequence[str]] = ("FlowMatchEulerDiscreteScheduler",)
     """Those whose settings say which noise levels the model knows."""
 
@@ -76,6 +82,7 @@ class PipelineModel(Model):
         self._check_settings(self.source, config)
         self.latent_shape = self.sizes(self.source, config)
         self.kept = self.embeddings(config, device)
+        self.decoding = torch.float32 if config.model.vae_dtype == "auto" else getattr(torch, config.model.vae_dtype)
         precision = dtypes(self.part, config, device)
         self.dtype = precision[self.part]
         self.pipe = self.source.load(
@@ -182,10 +189,38 @@ class PipelineModel(Model):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
+        if self.compiled and len(latents) == 1:
+            return self.decode(latents.expand(2, *latents.shape[1:]))[:1]  # a single row would be compiled anew
+        half = self.decoding != torch.float32
+        with torch.autocast(latents.device.type, self.decoding, enabled=half):
+            pixels = self.pixels(latents.float())
+        return (pixels.float() / 2 + 0.5).clamp(0, 1)
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """What the VAE makes of latents, in [-1, 1]."""
         vae = self.pipe.vae
         shift = vae.config.shift_factor or 0.0
-        pixels = vae.decode(latents.float() / vae.config.scaling_factor + shift, return_dict=False)[0]
-        return (pixels / 2 + 0.5).clamp(0, 1)
+        return vae.decode(latents / vae.config.scaling_factor + shift, return_dict=False)[0]
+
+    def compile(self) -> list[str]:
+        """The decoder too, where it is convolutions all through; in float16 if it draws the same pictures in it."""
+        told = super().compile()
+        decoder = getattr(self.pipe.vae, "decoder", None)
+        if self.video or decoder is None:
+            return told
+        on_gpu = self.device.type == "cuda"
+        latents = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
+        exact = self.decode(latents) if on_gpu and self.half_decoder and self.config.model.vae_dtype == "auto" else None
+        if on_gpu:
+            decoder.to(memory_format=torch.channels_last)
+        compile_calls(decoder)
+        if exact is not None:
+            self.decoding = torch.float16
+            off = float((self.decode(latents) - exact).abs().mean())
+            if not off < SAME_PICTURE:
+                self.decoding = torch.float32
+                told.append(f"pictures are decoded in float32: float16 draws them differently (by {off:.1e})")
+        return told
 
     @classmethod
     def integrator(cls, config: Config) -> Any:
@@ -301,8 +336,8 @@ def vae_factor(source: Source) -> int:
 def dtypes(part: str, config: Config, device: torch.device) -> dict[str, torch.dtype]:
     """The precision to load each part of a pipeline in.
 
-    The VAE stays in float32: half precision leaves bands in pictures, and rewards see them. So do weights that are
-    trained: bfloat16 would round the checkpoint before the first step.
+    The VAE's weights stay in float32, whatever they are used in (`model.vae_dtype`); so do weights that are trained:
+    bfloat16 would round the checkpoint before the first step.
     """
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     frozen = auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)

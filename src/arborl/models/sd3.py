@@ -13,6 +13,7 @@ from .source import Source
 class SD3Model(PipelineModel):
     pipeline = "StableDiffusion3Pipeline"
     t5 = "text_encoder_3"
+    half_decoder = True
     lora_targets = JOINT_ATTENTION
 
     @classmethod

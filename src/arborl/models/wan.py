@@ -74,15 +74,13 @@ class WanModel(PipelineModel):
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
         return self.module(hidden_states=x, timestep=t, encoder_hidden_states=cond[0], return_dict=False)[0]
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
+    def pixels(self, latents: Tensor) -> Tensor:
         vae = self.pipe.vae
         mean, std = (
             torch.tensor(values, device=latents.device).view(-1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        frames = vae.decode(latents.float() * std + mean, return_dict=False)[0].transpose(1, 2)
-        return (frames / 2 + 0.5).clamp(0, 1)
+        return vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2)
 
     @classmethod
     def comfyui(cls, layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,62 @@
+"""torch.compile, a block at a time: blocks of one kind share their code, so compiling takes a minute and not ten.
+
+The first axis of what a block is given, the batch, is left open: one graph serves calls of every size but 1.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .embeddings import cache_home
+
+BACKEND = "inductor"
+"""What torch.compile makes code with."""
+GRAPHS = 64
+"""Graphs that one piece of code may be compiled to: kinds of blocks, with and without gradients and adapters."""
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compile a module's repeated blocks in place; one that has none, as a whole."""
+    for block in [*blocks(module)] or [module]:
+        compile_calls(block)
+
+
+def compile_calls(module: nn.Module) -> None:
+    """Have a module called as compiled code. Names of weights stay, and hooks around the call are outside of it."""
+    prepare()
+    run = torch.compile(module.forward, backend=BACKEND)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.ndim:
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        return run(*args, **kwargs)
+
+    module.forward = forward
+
+
+def prepare() -> None:
+    """Room for every graph a run needs; and a place for them that outlives the run, unless the user has one."""
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers that a module repeats: those that its class names, as diffusers' may; else the outermost lists."""
+    named = set(getattr(module, "_repeated_blocks", None) or [])
+    if named:
+        yield from (layer for layer in module.modules() if type(layer).__name__ in named)
+    else:
+        yield from outermost(module)
+
+
+def outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated layers, such as a transformer's blocks."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (layer for layer in child if any(True for _ in layer.parameters()))
+        else:
+            yield from outermost(child)
