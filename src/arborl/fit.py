@@ -21,7 +21,8 @@ from .collect import gather
 from .config.schema import Config
 from .core.errors import InputError
 from .core.noise import fold
-from .models import Model
+from .models import Model, lora
+from .models.compiled import KEPT_IN
 from .plan import places, work
 from .prompts import deal
 
@@ -73,12 +74,12 @@ def settle(config: Config, model: Model, state: State | None, accelerator: Accel
 
 
 def forward_flops(model: Model, prompt: str) -> int:
-    """Floating-point operations of one `predict` of one row, guidance and adapters included."""
+    """Floating-point operations of one `predict` of one row, guidance included and adapters left out."""
     cond = model.encode([prompt])
     x = model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=model.device))
     # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
     apart = sdpa_kernel(SDPBackend.MATH) if model.device.type == "cpu" else nullcontext()
-    with torch.no_grad(), apart, FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), lora.disabled(model.module), apart, FlopCounterMode(display=False) as counter:
         model.predict(x, torch.full((1,), 500.0, device=model.device), cond)
     return counter.get_total_flops()
 
@@ -112,7 +113,7 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     seconds = time.perf_counter() - start
-    return f"compiled in {seconds:.0f} s; kept for the next run in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
+    return f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}"
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:
@@ -141,9 +142,9 @@ def call(
         t = torch.full((size,), float(places(config)[0][1].timestep[0]), device=model.device)
         return model.predict(latents(size), t, cond[torch.zeros(size, dtype=torch.long, device=model.device)])
 
-    @torch.no_grad()
     def sampled(size: int) -> None:
-        predict(size)
+        with model.quickly():
+            predict(size)
 
     @torch.no_grad()
     def decoded(size: int) -> None:

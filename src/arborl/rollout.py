@@ -1,6 +1,6 @@
 """All trees of all prompts advance together, a level at a time, one model forward for each parent."""
 
-from contextlib import nullcontext
+import itertools
 
 import torch
 from jaxtyping import Float, Int
@@ -49,35 +49,36 @@ def rollout(
     to_clean = tuple(placed(c.float(), device) for c in plan.clean)
     before = frontier if bool(plan.multistep.any()) else None  # x̂0 at the parents of the frontier's nodes
     first = 0  # the number of the frontier's first node
-    for level in plan.levels:
-        parents, slot = placed(level.parents, device), placed(level.slot, device)
-        children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
-        stochastic = bool(plan.stochastic[level.edges].any())
-        x = frontier[:, parents - first]
-        how = (trained_batch, True) if stochastic and trained_batch else (settled(config.batch_size), False)
-        v = predict(model, x, timestep[parents], cond, *how, pad=config.pad_batches)
-        if clean is not None:
-            clean[parents] = clean_of(to_clean, parents, x[:1], v[:1])[0]
-        gaussian = transition(
-            x[:, slot].flatten(0, 1),
-            v[:, slot].flatten(0, 1),
-            Coefficients(*(c[level.edges].repeat(prompts) for c in table)),
-        )
-        if before is not None:
-            here = clean_of(to_clean, parents, x, v)
-            change = (here - before[:, parents - first])[:, slot]
-            gaussian.mean.add_((_spread(momentum[level.edges], x) * change).flatten(0, 1))
-            before = here[:, slot]
-        if stochastic:
-            drawn = gaussian.sample(
-                normal(key, addresses(plan, prompt_ids, plan.child[level.edges], device), model.latent_shape)
-            )
-            log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, -1))
-        else:
-            drawn = gaussian.mean
-        frontier = drawn.unflatten(0, (prompts, -1))
-        latents[:, children] = frontier.to(storage)
-        first = children.start
+    for stochastic, levels in itertools.groupby(plan.levels, lambda level: bool(plan.stochastic[level.edges].any())):
+        # What the update will look at again goes through its own code; the way to the leaves only has to be quick.
+        size = trained_batch if stochastic and trained_batch else settled(config.batch_size)
+        with model.as_trained() if stochastic else model.quickly():
+            for level in levels:
+                parents, slot = placed(level.parents, device), placed(level.slot, device)
+                children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
+                x = frontier[:, parents - first]
+                v = predict(model, x, timestep[parents], cond, size, config.pad_batches)
+                if clean is not None:
+                    clean[parents] = clean_of(to_clean, parents, x[:1], v[:1])[0]
+                gaussian = transition(
+                    x[:, slot].flatten(0, 1),
+                    v[:, slot].flatten(0, 1),
+                    Coefficients(*(c[level.edges].repeat(prompts) for c in table)),
+                )
+                if before is not None:
+                    here = clean_of(to_clean, parents, x, v)
+                    change = (here - before[:, parents - first])[:, slot]
+                    gaussian.mean.add_((_spread(momentum[level.edges], x) * change).flatten(0, 1))
+                    before = here[:, slot]
+                if stochastic:
+                    where = addresses(plan, prompt_ids, plan.child[level.edges], device)
+                    drawn = gaussian.sample(normal(key, where, model.latent_shape))
+                    log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, -1))
+                else:
+                    drawn = gaussian.mean
+                frontier = drawn.unflatten(0, (prompts, -1))
+                latents[:, children] = frontier.to(storage)
+                first = children.start
     if clean is not None:
         leaves = placed(plan.leaves, device)
         clean[leaves] = latents[0, leaves.to(storage)].to(device)
@@ -122,19 +123,15 @@ def predict(
     t: Float[Tensor, " n"],
     cond: Cond,
     batch_size: int,
-    trained: bool,
     pad: bool,
 ) -> Float[Tensor, "prompts n *latent"]:
-    """The model's velocities in micro-batches; small frontiers of different prompts share a call.
-
-    Those of `trained` nodes come from the code that the update will run.
-    """
+    """The model's velocities in micro-batches; small frontiers of different prompts share a call."""
     prompts, n = x.shape[:2]
     flat, times = x.flatten(0, 1), t.repeat(prompts)
     out = torch.empty_like(flat)
     for batch in batches(prompts * n, batch_size, pad):
         index = placed(batch.rows, x.device)
-        with model.as_trained() if trained else nullcontext():
-            v = model.predict(flat[index], times[index], cond[index // n])
-        out[index[: batch.valid]] = v.detach()[: batch.valid]
+        # Detached at once: the next call must find the memory of what a gradient would have needed free.
+        v = model.predict(flat[index], times[index], cond[index // n]).detach()
+        out[index[: batch.valid]] = v[: batch.valid]
     return out.unflatten(0, (prompts, n))

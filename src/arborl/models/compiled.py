@@ -14,6 +14,7 @@ from .embeddings import cache_home
 
 BACKEND = "inductor"
 """What torch.compile makes code with."""
+KEPT_IN = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = 64
 """Graphs that one piece of code may be compiled to: kinds of blocks, with and without gradients and adapters."""
 
@@ -40,8 +41,11 @@ def compile_calls(module: nn.Module) -> None:
 
 def prepare() -> None:
     """Room for every graph a run needs; and a place for them that outlives the run, unless the user has one."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # a second of imports
+
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
+    if os.environ.get(KEPT_IN, default_cache_dir()) == default_cache_dir():
+        os.environ[KEPT_IN] = str(cache_home() / "compiled")
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -37,6 +37,8 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
+    if not is_injected(module):
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -57,6 +59,29 @@ def pairs(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
             a, b = (half[adapter].get_parameter("weight").detach().cpu() for half in (layer.lora_A, layer.lora_B))
             found[name] = a.contiguous(), (b * layer.scaling[adapter]).contiguous()
     return found
+
+
+@contextmanager
+def merged(module: nn.Module) -> Iterator[None]:
+    """Inside, adapters are part of the weights they adapt: no products of their own, and the weights' own rounding.
+
+    What is put back are the very tensors that were there, so nothing wears off.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            weight, (adapter,) = layer.get_base_layer().get_parameter("weight"), layer.active_adapters
+            kept.append((weight, weight.data))
+            change = layer.get_delta_weight(adapter).detach()
+            weight.data = (weight.data.float() + change.float()).to(weight.dtype)
+    try:
+        with disabled(module):
+            yield
+    finally:
+        for weight, before in kept:
+            weight.data = before
 
 
 @contextmanager

@@ -1,0 +1,377 @@
+"""One epoch on this machine's device, and what of the chip it uses: `python -m bench.epoch [group ...]`.
+
+On a GPU SD3.5-medium at its true size with random weights, scored by a ViT-H, as a tree, as a flat group, and node by
+node as published code works (batch 1, a forward and backward pass for every edge, not compiled); then FLUX.1-dev and
+Wan2.1. Without one, the scenes. Prints the table of docs/performance.md: seconds a stage, forwards, the share of the
+matrix peak measured here that the needed operations come to, and peak memory.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arborl.config import load_config
+from arborl.config.schema import Config
+from arborl.core.noise import fold
+from arborl.core.prune import prune
+from arborl.core.tree import Plan
+from arborl.fit import forget_peak, memory_in_use
+from arborl.job import Job
+from arborl.plan import BACKWARD_COST, make_plan, pruning, window_positions
+from arborl.prepare import prepare
+from arborl.record import Record
+from arborl.rollout import predict, rollout, trained_batch
+from arborl.update import Edges, Stats, _edges, _loss, clip_gradients, update
+
+from .pipelines import build
+from .reward_files import TINY, VIT_H, clip_tokenizer, open_clip
+
+PROMPTS = [f"{what} {where}" for what in ("a cat", "a red house", "a dog") for where in ("at night", "by the sea", "")]
+GPU, CPU = ("sd35", "flux", "wan"), ("scenes",)
+WIDTHS = {"sample.batch_size": 32, "sample.decode_batch_size": 16, "train.batch_size": 32}
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    model: str
+    way: str
+    forwards: int = 0
+    parents: int = 0
+    pictures: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    share: dict[str, float] = field(default_factory=dict)  # of the matrix peak
+    memory: float = 0.0  # GiB
+    ratio: float = 0.0
+
+    @property
+    def epoch(self) -> float:
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        stages = (f"{self.seconds.get(name, 0):.2f}" for name in ("rollout", "decode", "reward", "update"))
+        shares = " | ".join(f"{100 * self.share[name]:.0f} %" if name in self.share else "–" for name in SHARES)
+        return (
+            f"| {self.model}, {self.way} | {self.forwards}, {self.parents}, {self.pictures} | {' | '.join(stages)} | "
+            f"**{self.epoch:.2f}** | {shares} | {self.memory:.1f} | {self.ratio:.1e} |"
+        )
+
+
+SHARES = ("rollout", "frontier", "update")
+HEAD = (
+    "| model, way | forwards, parents, pictures | rollout s | decode s | reward s | update s | epoch s "
+    "| rollout: of peak | full frontier | update: of peak | peak GiB | first ratio off by |\n" + "|---" * 12 + "|"
+)
+
+
+def matrix_peak(device: torch.device) -> float:
+    """Operations a second of one large matrix product of random numbers: in bfloat16 on a GPU, else in float32."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if on_gpu else (2048, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) / 10)
+    return 2 * size**3 / best
+
+
+@contextmanager
+def waits(found: list[str]) -> Iterator[None]:
+    """Inside, whatever makes the host wait for the GPU is noted."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            yield
+        found += [f"{Path(w.filename).name}:{w.lineno}" for w in heard if "synchroniz" in str(w.message)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Bench:
+    """A model that is set up once, and epochs of it in different ways."""
+
+    def __init__(self, name: str, config: Config, peak: float) -> None:
+        self.name, self.config, self.peak = name, config, peak
+        start = time.perf_counter()
+        self.job: Job = prepare(config)
+        print(f"{name}: set up in {time.perf_counter() - start:.0f} s", flush=True)
+        self.model = self.job.model
+        self.schedule = self.model.schedule(config.sample.num_steps)
+
+    def epoch(self, way: str, edge_by_edge: bool = False, **changes: Any) -> Row:
+        """One epoch with some settings changed, timed; its window in the middle."""
+        config = copy.deepcopy(self.config)
+        for key, value in changes.items():
+            section, name = key.split("__")
+            setattr(getattr(config, section), name, value)
+        self.job.config = config
+        middle = min((config.sample.num_steps - config.tree.w) // 2, window_positions(config, self.schedule) - 1)
+        plan, run, model = make_plan(config, self.schedule, middle), self.job.run, self.model
+        key, share = fold(config.seed, middle), self.job.share()
+        forget_peak(self.job.accelerator.device)
+        run.seconds.clear()
+        with run.stage("encode"):
+            cond = model.encode(share.prompts.texts)
+        with run.stage("rollout"):
+            twin = trained_batch(model, config)
+            record = rollout(model, plan, cond, key, share.ids, config.sample, trained_batch=twin)
+        with run.stage("reward"):
+            scores = self.job.score(record, share)
+        with run.stage("advantage"):
+            advantage = self.job.advantage(plan, scores, record)
+            keep = prune(plan, advantage, pruning(config, plan, middle), key, share.ids)
+        with run.stage("update"):
+            if edge_by_edge:
+                stats = self.each_edge(record, advantage, keep)
+            else:
+                given = model, self.job.state, self.job.accelerator, record, advantage, keep, config, key, share
+                stats = update(*given, examine=False)
+        row = Row(self.name, way, plan.forwards * share.total, int(stats.sums["parents"]), scores.total.numel())
+        row.seconds = dict(run.seconds)
+        calls = {"rollout": row.forwards, "update": BACKWARD_COST * row.parents}
+        row.share = {name: self.job.flops * n / run.seconds[name] / self.peak for name, n in calls.items()}
+        row.memory, row.ratio = memory_in_use(self.job.accelerator.device) / 2**30, float(stats.ratio_error)
+        print(json.dumps(asdict(row)), flush=True)
+        return row
+
+    def full_frontier(self) -> float:
+        """Share of the peak while every leaf's path advances."""
+        config, model = self.config, self.model
+        share = self.job.share()
+        cond, leaves = model.encode(share.prompts.texts), config.tree.k**config.tree.w
+        rows = torch.tensor([[p, 0, n] for p in range(share.total) for n in range(leaves)], device=model.device)
+        x = model.noise(fold(0, 0), rows).unflatten(0, (share.total, leaves))
+        t = torch.full((leaves,), 500.0, device=model.device)
+        best = float("inf")
+        with model.quickly():
+            for _ in range(4):
+                start = time.perf_counter()
+                predict(model, x, t, cond, int(config.sample.batch_size), pad=False)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                best = min(best, time.perf_counter() - start)
+        return self.job.flops * len(rows) / best / self.peak
+
+    def each_edge(self, record: Record, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
+        """A forward and backward pass for every edge, as if its siblings had other parents."""
+        stats, every, state = Stats(), _edges(record.plan, keep.cpu()), self.job.state
+        for prompt, edge in zip(every.prompt, every.edge, strict=True):
+            parent = torch.stack([prompt, record.plan.parent[edge]])[None]
+            one = Edges(parent, prompt[None], edge[None], torch.zeros(1, dtype=torch.long))
+            loss = _loss(self.model, record, advantage, one, self.config.train, stats, first=True)
+            self.job.accelerator.backward(loss / len(every.edge))
+        clip_gradients(state.parameters.values(), self.config.train.max_grad_norm)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        return stats
+
+    def close(self) -> None:
+        self.job.run.close()
+        self.job = self.model = None  # pyright: ignore[reportAttributeAccessIssue]
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def settings(folder: Path, name: str, *more: str) -> list[str]:
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    common = {
+        "prompts.cache": folder / "embeddings" / name,
+        "prompts.path": folder / "prompts.txt",
+        "log.dir": folder / "runs",
+        "run_name": name,
+        "log.trackers": "[]",
+        "tree.w": 4,
+        "tree.k": 2,
+        "tree.s": 1,
+        "sample.num_steps": 10,
+        "eval.num_prompts": 2,
+        "compile": "on",
+    }
+    return [*(f"{key}={value}" for key, value in common.items()), *more]
+
+
+def pipeline(folder: Path, family: str, tiny: bool) -> Path:
+    """A family's pipeline of random weights, made once."""
+    where, device = folder / family, "cuda" if torch.cuda.is_available() else "cpu"
+    if not where.exists():
+        size = "tiny" if tiny else "full"
+        build(family, size=size, device=device).to(torch.float32 if tiny else torch.bfloat16).save_pretrained(where)
+    return where
+
+
+def hps(folder: Path, tiny: bool, tokenizer: str) -> list[str]:
+    """HPS-v2.1's layout at its true size, with random weights."""
+    home = folder / "hps"
+    if not home.exists():
+        home.mkdir()
+        torch.save(
+            {"state_dict": open_clip(TINY if tiny else VIT_H, dtype=torch.float16)}, home / "HPS_v2.1_compressed.pt"
+        )
+    where = tokenizer or str(clip_tokenizer(folder / "tokenizer"))
+    return ["rewards=hps", f"rewards.hps.path={home}", f"rewards.hps.tokenizer={where}"]
+
+
+def sd35(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """SD3.5-medium, LoRA, 512 px, no guidance, 8 prompts."""
+    tiny = options.tiny
+    own = [
+        "model=sd3",
+        f"model.path={pipeline(folder, 'sd3', tiny)}",
+        *hps(folder, tiny, options.tokenizer),
+        *(f"{key}={4 if tiny else size}" for key, size in WIDTHS.items()),
+        f"sample.num_prompts={2 if tiny else 8}",
+        *(["sample.resolution=16"] if tiny else ["sample.resolution=512"]),
+        "sample.shift=3.0",
+        "sample.guidance_scale=1.0",
+        f"model.train={options.train}",
+    ]
+    name = "SD3.5-medium" + (" full" if options.train == "full" else "")
+    fast = Bench(name, load_config("tree", settings(folder, "fast", *own)), peak)
+    noted: list[str] = []
+    _rollout_waits(fast, noted)
+    print(f"a rollout makes the host wait {len(noted)} times {sorted(set(noted))}", flush=True)
+    if "tree" in options.ways:
+        fast.epoch("tree, once to warm up")
+        row = fast.epoch("tree")
+        row.share["frontier"] = fast.full_frontier()
+        yield row
+    if "flat" in options.ways:
+        yield fast.epoch("flat", tree__plan="flat", advantage__name="flat", sample__group_size=16)
+    if "w6" in options.ways:
+        yield fast.epoch("tree w=6", tree__w=6)
+    if "nodes" in options.ways:
+        one = ["sample.batch_size=1", "sample.decode_batch_size=1", "train.batch_size=1", "compile=off"]
+        slow = Bench(name, load_config("tree", settings(folder, "slow", *own, *one)), peak)
+        slow.epoch("node by node, one prompt to warm up", edge_by_edge=True, sample__num_prompts=1)
+        yield slow.epoch("node by node", edge_by_edge=True)
+        slow.close()
+    if "w8" in options.ways:
+        yield fast.epoch("tree w=8", tree__w=8)
+    fast.close()
+
+
+@torch.no_grad()
+def _rollout_waits(bench: Bench, noted: list[str]) -> None:
+    """What makes the host wait inside a rollout of one prompt, once everything is compiled and loaded."""
+    config, model = bench.config, bench.model
+    plan: Plan = make_plan(config, bench.schedule, 3)
+    cond, ids, twin = model.encode(PROMPTS[:2]), torch.arange(2), trained_batch(model, config)
+    for heard in ([], noted):
+        with waits(heard):
+            rollout(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=twin)
+
+
+def flux(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """FLUX.1-dev, LoRA, 720 px, 2 prompts."""
+    sizes = ["sample.batch_size=8", "sample.decode_batch_size=8", "train.batch_size=4"]
+    yield from _other(folder, options, peak, "flux", "flux_branch", "FLUX.1-dev", sizes)
+
+
+def wan(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """Wan2.1 1.3 B, LoRA, 33 frames of 480 px, 2 prompts."""
+    sizes = ["sample.batch_size=8", "sample.decode_batch_size=2", "train.batch_size=2"]
+    yield from _other(folder, options, peak, "wan", "wan_branch", "Wan2.1 1.3 B", sizes)
+
+
+def _other(
+    folder: Path, options: argparse.Namespace, peak: float, family: str, preset: str, name: str, sizes: list[str]
+) -> Iterator[Row]:
+    own = [f"model.path={pipeline(folder, family, options.tiny)}", "algo=tree", "rewards=brightness", *sizes]
+    own += ["sample.num_prompts=2", "train.gradient_checkpointing=false"]
+    own += ["sample.resolution=16", "sample.width=16"] if options.tiny else []
+    bench = Bench(name, load_config(preset, settings(folder, family, *own)), peak)
+    bench.epoch("tree, once to warm up")
+    row = bench.epoch("tree")
+    row.share["frontier"] = bench.full_frontier()
+    yield row
+    bench.close()
+
+
+def scenes(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """The model inside the package, on whatever this is."""
+    bench = Bench(
+        "scenes", load_config("tree", settings(folder, "scenes", "compile=off", "tree.w=3", "prompts.path=''")), peak
+    )
+    bench.epoch("tree, once to warm up")
+    yield bench.epoch("tree")
+    yield bench.epoch("flat", tree__plan="flat", advantage__name="flat", sample__group_size=8)
+    yield bench.epoch(
+        "node by node",
+        edge_by_edge=True,
+        sample__batch_size=1,
+        sample__decode_batch_size=1,
+    )
+    bench.close()
+
+
+GROUPS: dict[str, Callable[[Path, argparse.Namespace, float], Iterator[Row]]] = {
+    "sd35": sd35,
+    "flux": flux,
+    "wan": wan,
+    "scenes": scenes,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--ways", nargs="*", default=["tree", "flat", "w6", "nodes", "w8"], help="of SD3.5-medium")
+    parser.add_argument("--train", default="lora", choices=("lora", "full"), help="what is trained of SD3.5-medium")
+    parser.add_argument("--tokenizer", default="", help="folder with CLIP's tokenizer; else of open_clip_torch")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = matrix_peak(device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, matrix peak {peak / 1e12:.3g} TFLOP/s", flush=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_ROOM")) as folder:
+        for group in options.groups or (GPU if device.type == "cuda" else CPU):
+            try:
+                rows += GROUPS[group](Path(folder), options, peak)
+            except Exception:  # noqa: BLE001 (the other rows are still worth having)
+                traceback.print_exc()
+    print(HEAD)
+    print(*rows, sep="\n", flush=True)
+    _compare(rows)
+
+
+def _compare(rows: list[Row]) -> None:
+    """The tree beside other ways of the same model."""
+    for row in rows:
+        tree = next((r for r in rows if r.model == row.model and r.way == "tree"), None)
+        if tree and row is not tree:
+            each, own = tree.seconds["rollout"] / tree.forwards, row.seconds["rollout"] / row.forwards
+            print(
+                f"{row.model}, {row.way}: {row.epoch / tree.epoch:.2f} times the tree's seconds, {own / each:.2f} "
+                f"times its seconds a needed forward, {row.memory / tree.memory:.2f} times its memory",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
