@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
 }
 LIMITS = {"sd35_24gb": 24e9}
 """Bytes the allocator may take, for cases that promise to fit a smaller card."""
-STAGES = ("rollout", "score", "update")
+STAGES = ("rollout", "decode", "reward", "update")
 
 
 def make_folder(family: str) -> Path:
@@ -97,7 +97,7 @@ def main(names: list[str]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for r in results:
         print(
-            f"| {r['case']} | {r['forwards']} | {r['trained']} | {r['rollout']} | {r['score']} | {r['update']} "
+            f"| {r['case']} | {r['forwards']} | {r['trained']} | {r['rollout']} | {r['decode'] + r['reward']:.1f} | {r['update']} "
             f"| {r['allocated']:.1f} ({r['reserved']:.1f}) | {r['ratio_error']:.1e} |"
         )
 

@@ -96,7 +96,7 @@ def split(folder: Path, how: str, *more: str) -> None:
 def report(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
-    stages = " ".join(f"{stage} {rows[1][f'time/{stage}']:.2f}" for stage in ("rollout", "score", "update"))
+    stages = " ".join(f"{stage} {rows[1][f'time/{stage}']:.2f}" for stage in ("rollout", "decode", "reward", "update"))
     errors = " ".join(f"{row['ratio_error']:.1e}" for row in rows if "ratio_error" in row)
     peak = summary["peak_memory"] / 2**30
     checkpoint = newest_sound(folder)[0]

@@ -61,7 +61,7 @@ def epoch(folder: Path, name: str, *overrides: str) -> None:
     run = train(config)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     row = rows[1]
-    stages = " ".join(f"{stage} {row[f'time/{stage}']:.2f}" for stage in ("rollout", "score", "advantage", "update"))
+    stages = " ".join(f"{stage} {row[f'time/{stage}']:.2f}" for stage in ("rollout", "decode", "reward", "update"))
     errors = " ".join(f"{r['ratio_error']:.1e}" for r in rows[:3])
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(

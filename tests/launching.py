@@ -36,7 +36,7 @@ def last_checkpoint(run: Path) -> Path:
 def timeless(run: Path) -> list[dict]:
     """A run's metrics without what the clock says."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "step_time"} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "tflops/", "step_time"))} for row in rows]
 
 
 def assert_same_run(one: Path, other: Path) -> None:

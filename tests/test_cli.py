@@ -225,7 +225,7 @@ def test_a_run_folder_holds_everything(here, capsys):
     assert "samples/before_after.png" in said
     assert "trees/epoch_000001.png" in said
     assert f"eval/place: {summary['heldout_before']:.4f} ± {summary['heldout_before_stderr']:.4f} before" in said
-    assert all(stage in said for stage in ("rollout", "score", "update", "evaluate"))
+    assert all(stage in said for stage in ("rollout", "decode", "reward", "update", "evaluate"))
 
 
 def test_scores_that_are_missing_are_masked_and_counted_never_zero(here, capsys):

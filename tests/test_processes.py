@@ -247,7 +247,7 @@ def test_a_rank_that_fails_stops_all(tmp_path: Path, shard: str):
 def test_a_checkpoint_that_cannot_be_written_stops_all(tmp_path: Path):
     """Its folder turns into a file under the run. Split weights are gathered to the end all the same."""
     for shard in ("no", "full"):
-        ended = failing(tmp_path / shard, "folder", 0, 4, f"train.shard={shard}")
+        ended = failing(tmp_path / shard, "folder", 0, 5, f"train.shard={shard}")
         assert ended[0].stopped_with("could not write a checkpoint")
         assert "stopped on rank 1: rank 0 failed (InputError: log.dir=runs/x/checkpoints" in ended[1].said
 

@@ -1,8 +1,11 @@
 """The SD3 family on a trained pipeline without T5: guidance, grids, references, checkpointing."""
 
+from collections import Counter
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arborl.config import load_config
 from arborl.core.errors import InputError
@@ -89,14 +92,33 @@ def test_the_seed_decides_the_first_adapter(sd3_overrides):
     assert not torch.equal(adapter(1), adapter(2))
 
 
+class Counted(TorchDispatchMode):
+    """Which operations ran, and how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(sd3_overrides):
-    gradients = []
-    for flag in ("false", "true"):
+    gradients, again = [], {}
+    for flag in ("false", "selective", "true"):
         _, model = make([*sd3_overrides, "model.train=full", f"train.gradient_checkpointing={flag}"])
         x, t = torch.ones(2, *model.latent_shape), torch.tensor([700.0, 300.0])
-        model.predict(x, t, model.encode(["a dog", "red house"])).square().sum().backward()
+        loss = model.predict(x, t, model.encode(["a dog", "red house"])).square().sum()
+        with Counted() as counted:
+            loss.backward()
+        again[flag] = [counted.calls[name] for name in ("addmm", "native_layer_norm")]
         gradients.append(torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None]))
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])
+    products, norms = zip(*again.values(), strict=True)
+    assert norms[0] == 0 < norms[1] == norms[2]  # cheap ones come again either way
+    assert products[0] == products[1] == 0 < products[2]  # dear ones only where everything does
 
 
 def test_cond_grad_is_the_same_picture_and_another_gradient(sd3_overrides):

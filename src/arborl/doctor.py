@@ -241,7 +241,8 @@ class Patient:
             "memory",
             f"{amount(peak)} at the worst, of {amount(total)}",
             peak < 0.95 * total,
-            "smaller micro-batches (auto finds them), train.gradient_checkpointing=true, sample.offload=true, or LoRA",
+            "smaller micro-batches (auto finds them), train.gradient_checkpointing=selective or true, "
+            "sample.offload=true, or LoRA",
         )
 
 

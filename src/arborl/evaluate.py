@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from .core.tree import deterministic
 from .models.base import Model
 from .prompts import Prompts
 from .record import as_bytes, stills
-from .rewards.base import Lost, Rewards, Scores
+from .rewards.base import Answers, Lost, Rewards, Scores
 from .rollout import rollout
 from .together import Together
 from .watch import statistics, thumbnails
@@ -58,20 +59,32 @@ def decode_and_score(
     small: list[Tensor] = []
     lost: dict[str, Lost] = {}
     pictures = [torch.empty(0, dtype=torch.uint8)]
-    for batch in batches(len(flat), batch_size):
-        index = batch.rows.tolist()
-        with stage("decode"):
-            images = model.decode(flat[batch.rows].to(model.device))
-        some = captions.take(index)
-        found, failed = rewards(images, some.texts, some.columns)
-        answers.append(found)
-        for name, (more, why) in failed.items():
+    pending: Future[Answers] | None = None
+
+    def keep(answer: Answers) -> None:
+        answers.append(answer.scores)
+        for name, (more, why) in answer.lost.items():
             lost[name] = Lost(more + (lost[name].pictures if name in lost else 0), why)
-        shown = stills(images)
-        like.append({name: values.cpu() for name, values in statistics(shown).items()} if measured else {})
-        small.append(thumbnails(shown))
-        if index[0] < keep_pictures:
-            pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
+
+    with ThreadPoolExecutor(1) as other:
+        for batch in batches(len(flat), batch_size):
+            index = batch.rows.tolist()
+            with stage("decode"):
+                images = model.decode(flat[batch.rows].to(model.device))
+            if pending:
+                keep(pending.result())
+            some = captions.take(index)
+            if rewards.elsewhere:  # servers score these while the next are decoded
+                pending = other.submit(torch.no_grad()(rewards.__call__), images, some.texts, some.columns)
+            else:
+                keep(rewards(images, some.texts, some.columns))
+            shown = stills(images)
+            like.append({name: values.cpu() for name, values in statistics(shown).items()} if measured else {})
+            small.append(thumbnails(shown))
+            if index[0] < keep_pictures:
+                pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
+        if pending:
+            keep(pending.result())
     parts = {name: values.view(-1, count) for name, values in _joined(answers).items()}
     return Scored(
         rewards.combine(parts, lost),

@@ -84,19 +84,18 @@ def forward_flops(model: Model, prompt: str) -> int:
     return counter.get_total_flops()
 
 
-def settle_compile(config: Config, flops: int, device: torch.device) -> list[str]:
-    """Put `on` or `off` in the place of `compile=auto`."""
-    if config.compile != "auto":
-        return []
+def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, list[str]]:
+    """Whether a run is compiled, and why where `auto` leaves it open. The settings decide, and no clock: a run that
+    goes on decides alike.
+    """
+    if config.compile != "auto" or device.type != "cuda":
+        return config.compile == "on", []
     around = places(config)
     epoch = sum(work(config, plan, first).cost for first, plan in around) / len(around)
     total = epoch * flops * config.train.epochs
     short = 0 < config.train.max_seconds < SHORT or total < WORTH
-    config.compile = "on" if device.type == "cuda" and not short else "off"
-    if device.type != "cuda":
-        return []  # nobody expects it there
-    why = "more than compiling costs" if not short else "less than compiling costs"
-    return [f"compile=auto: {config.compile} (the run's {total:.1e} floating-point operations take {why})"]
+    clock = f" in up to {config.train.max_seconds:.0f} s" if config.train.max_seconds else ""
+    return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
 
 
 def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> str:

@@ -27,7 +27,7 @@ from .config import read_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed, texts_of_a_run
-from .fit import forward_flops, geometry, settle, settle_compile, warm_up
+from .fit import compiles, forward_flops, geometry, settle, warm_up
 from .inputs import load_inputs, probe
 from .job import Job
 from .models import Model, load_model
@@ -122,8 +122,9 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         model = load_model(config, accelerator.device)
         flops = forward_flops(model, prompts.texts[0])
         told = [str(embedded)] if embedded else []
-        told += settle_compile(config, flops, accelerator.device)
-        if config.compile == "on":
+        compiled, why = compiles(config, flops, accelerator.device)
+        told += why
+        if compiled:
             told += model.compile()
     how = shard.how_to_split(config, accelerator)
     split = how != "no"

@@ -50,8 +50,6 @@ def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) ->
     for section, size in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
         if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
             setattr(getattr(config, section), size, getattr(getattr(before, section), size))
-    if config.compile == "auto":
-        config.compile = before.compile
     before.run_name, before.log.dir = config.run_name, config.log.dir  # it may have been moved
     check_same(before, config)
     return Started(config, folder, _is_over(folder, config))

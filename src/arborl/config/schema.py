@@ -238,7 +238,12 @@ class TrainConfig:
         "Arithmetic of model calls; auto is bf16 on a GPU and float32 on a CPU.",
         choices=("auto", "no", "bf16"),
     )
-    gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | str = knob(
+        False,
+        "Recompute activations in the backward pass to save memory: all those inside the model's blocks, or selective, "
+        "the ones that cost little to have again.",
+        words=("selective",),
+    )
     shard: str = knob(
         "auto",
         "Split weights, gradients and optimizer (FSDP2) over all processes, or over those of a node so that each has "

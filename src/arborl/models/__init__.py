@@ -6,6 +6,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..imports import find
 from .base import Cond, Model
+from .recompute import recompute
 from .source import Source
 
 __all__ = ["Cond", "Model", "family_of", "load_model", "model_class"]
@@ -54,13 +55,7 @@ def load_model(config: Config, device: torch.device) -> Model:
         torch.manual_seed(config.seed)
         model = model_class(config)(config, device)
         model.make_trainable(config.model.train, lora.rank, lora.alpha, lora.targets)
-    if config.train.gradient_checkpointing:
-        enable = getattr(model.module, "enable_gradient_checkpointing", None)
-        if enable is None:
-            raise InputError(
-                "train.gradient_checkpointing", True, "this model cannot recompute its activations", "false"
-            )
-        enable()
+    recompute(model.module, config.train.gradient_checkpointing)
     if config.train.kl > 0:
         model.keep_reference()
     return model

@@ -20,6 +20,7 @@ from ..core.schedule import Schedule, shifted
 from . import lora
 from .compiled import compile_blocks
 from .embeddings import Embeddings
+from .recompute import recompute
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Model(ABC):
         """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
         for module in filter(None, [self.module, self.frozen]):
             compile_blocks(module)
+        recompute(self.module, self.config.train.gradient_checkpointing, compiled=True)
         self.compiled = True
         return []
 

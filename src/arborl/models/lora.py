@@ -88,6 +88,7 @@ def merged(module: nn.Module) -> Iterator[None]:
 def disabled(module: nn.Module) -> Iterator[None]:
     """The base model, exactly."""
     layers = _layers(module)
+    trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]  # which peft would forget
     for layer in layers:
         layer.enable_adapters(False)  # pyright: ignore[reportCallIssue]
     try:
@@ -95,3 +96,5 @@ def disabled(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)  # pyright: ignore[reportCallIssue]
+        for parameter, flag in trained:
+            parameter.requires_grad_(flag)

@@ -77,6 +77,11 @@ class Rewards:
         return replace(self, functions={n: f for n, f in self.functions.items() if n not in self.held_out})
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether others do the work of one of them, so that something else can be done meanwhile."""
+        return any(getattr(function, "elsewhere", False) for function in self.functions.values())
+
+    @property
     def watched(self) -> list[str]:
         return [name for name in self.functions if name in self.held_out]
 

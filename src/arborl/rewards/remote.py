@@ -32,6 +32,8 @@ TEXT_BYTES = 16 * 2**10
 class RemoteReward:
     """Called as any reward; the servers of `rewards.<name>.url` share its pictures, `batch_size` at a time."""
 
+    elsewhere = True
+
     def __init__(self, name: str, config: RewardConfig) -> None:
         self.name, self.config = name, config
         token = _token(f"rewards.{name}.token", config.token)

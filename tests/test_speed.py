@@ -1,0 +1,277 @@
+"""Speed without another result: compiled code, adapters merged for sampling, micro-batches, overlap, and the clock."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+
+from arborl.batches import batches, placed
+from arborl.checks import RATIO_BOUND_COMPILED, ratio_bound
+from arborl.config import load_config
+from arborl.config.schema import Config
+from arborl.core.noise import fold
+from arborl.evaluate import decode_and_score
+from arborl.fit import compiles, forward_flops
+from arborl.log import BLOCKS, STAGES, Run, time_split
+from arborl.models import compiled, lora
+from arborl.plan import make_plan
+from arborl.prompts import Prompts
+from arborl.rewards import Rewards
+from arborl.rollout import rollout, trained_batch
+from arborl.train import train
+
+from conftest import CPU, make, tiny_overrides
+
+TEXTS = ["a red house", "a dog"]
+
+
+@given(st.integers(0, 200), st.integers(1, 40), st.booleans())
+def test_micro_batches_walk_through_everything_once_and_leave_no_single_row_behind(count, size, pad):
+    found = list(batches(count, size, pad))
+    walked = [int(row) for batch in found for row in batch.rows[: batch.valid]]
+    assert walked == list(range(count))
+    assert all(len(batch.rows) == size if pad else len(batch.rows) == batch.valid <= size for batch in found)
+    if not pad and size > 2 and count > 1:
+        assert all(batch.valid > 1 for batch in found)
+
+
+def rows_of(model, count: int):
+    x = model.noise(fold(0, 0), torch.tensor([[i, 0, 0] for i in range(count)]))
+    t = torch.linspace(100.0, 900.0, count)
+    return x, t, model.encode([TEXTS[i % 2] for i in range(count)])
+
+
+def moved(model):
+    """Adapters that do something: fresh ones are a no-op."""
+    draw = torch.Generator().manual_seed(3)
+    for name, parameter in model.module.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.05
+    return model
+
+
+def gradients_of(model, given) -> torch.Tensor:
+    model.module.zero_grad()
+    model.predict(*given).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None])
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("flux", "wan", "sd", "sdxl")]
+
+
+@pytest.mark.parametrize("family", ["sd3", *SLOW])
+def test_compiled_blocks_answer_alike_in_one_graph_for_every_batch_size(family, tiny_folder, monkeypatch):
+    _, model = make(tiny_overrides(family, tiny_folder(family)))
+    moved(model)
+    some = [rows_of(model, count) for count in (2, 3, 5)]
+    with torch.no_grad():
+        expected = [model.predict(*given) for given in some]
+        pictures = model.decode(some[1][0])
+    slope = gradients_of(model, some[1])
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    names = [*model.module.state_dict()]
+    assert model.compile() == []
+    assert model.compiled
+    assert [*model.module.state_dict()] == names
+    with torch.no_grad():
+        found = [model.predict(*some[0])]
+        first = counters["stats"]["unique_graphs"]
+        found += [model.predict(*given) for given in some[1:]]
+        assert counters["stats"]["unique_graphs"] == first  # nothing was compiled for other sizes
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients_of(model, some[1]), slope, rtol=1e-4, atol=1e-6)
+    assert not counters["graph_break"]
+    torch.testing.assert_close(model.decode(some[1][0]), pictures, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.decode(some[1][0][:1]), pictures[:1], rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_run_is_the_run(tiny_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    rows = {}
+    for how in ("off", "on"):
+        own = [f"log.dir={tmp_path}", f"run_name={how}", "train.epochs=2", f"compile={how}", "train.kl=0.01"]
+        run = train(load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), *own]))
+        rows[how] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    said = capsys.readouterr().err
+    assert said.count("compiled in") == 1
+    for one, other in zip(rows["off"], rows["on"], strict=True):
+        same = {name for name in one if not name.startswith(("time/", "tflops/", "step_time"))}
+        assert {name: one[name] for name in same} == pytest.approx({n: other[n] for n in same}, rel=1e-3, abs=1e-5)
+    assert all(row["ratio_error"] <= 1e-6 for row in rows["on"][:2])
+    assert all(row["tflops/rollout"] > 0 and row["tflops/update"] > 0 for row in rows["on"][:2])
+    torch._dynamo.reset()
+
+
+def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
+    config, model = make([*tiny_overrides("sd3", tiny_folder("sd3")), "tree.s=0", "train.batch_size=3"])
+    moved(model)
+    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
+    cond, ids = model.encode(TEXTS), torch.arange(2)
+    plain = rollout(model, plan, cond, fold(0, 0), ids, config.sample)
+    seen, predict = [], model.predict
+
+    def spy(x, t, cond):
+        merged = any(layer.disable_adapters for layer in lora._layers(model.module))
+        seen.append((len(x), torch.is_grad_enabled(), merged))
+        return predict(x, t, cond)
+
+    model.predict, model.compiled = spy, True
+    record = rollout(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
+    # Two stochastic levels of 2 and 4 rows in the update's micro-batches of 3, then three of 8 at once.
+    assert seen == [(2, True, False)] * 3 + [(8, False, True)] * 3
+    torch.testing.assert_close(record.latents, plain.latents, rtol=1e-4, atol=1e-4)
+    assert not record.latents.requires_grad
+    assert not record.log_density.requires_grad
+
+
+def test_merged_adapters_are_the_policy_and_leave_nothing_behind(tiny_folder):
+    _, model = make(tiny_overrides("sd3", tiny_folder("sd3")))
+    given_rows = rows_of(moved(model), 3)
+    before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    with torch.no_grad():
+        apart = model.predict(*given_rows)
+        with lora.merged(model.module):
+            together = model.predict(*given_rows)
+        with lora.disabled(model.module):
+            base = model.predict(*given_rows)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    assert float((base - apart).abs().max()) > 1e-3
+    with pytest.raises(ZeroDivisionError), lora.merged(model.module):
+        _ = 1 / 0
+    assert all(torch.equal(p, before[name]) for name, p in model.module.named_parameters())
+    assert {n for n, p in model.module.named_parameters() if p.requires_grad} == {n for n in before if ".lora_" in n}
+
+
+def test_operations_are_the_models_own(sd3_overrides):
+    """Guidance is two forwards, and an adapter is left out, whatever its rank."""
+    counts = []
+    for more in ([], ["model.lora.rank=64"], ["sample.guidance_scale=2"], ["model.train=full"]):
+        _, model = make([*sd3_overrides, *more])
+        counts.append(forward_flops(model, "a dog"))
+    assert counts[0] == counts[1] == counts[3]
+    assert counts[2] == 2 * counts[0]
+    blocks = sum(p.numel() for name, p in model.module.named_parameters() if "transformer_blocks" in name)
+    tokens = (64 // 4 // 4) ** 2  # pictures shrink by 4, and patches are 4 wide
+    assert 0.5 * 2 * blocks * tokens < counts[0] < 8 * 2 * blocks * tokens
+
+
+def test_compiling_is_for_long_runs_on_a_gpu():
+    def asked(device: str, flops: float, *overrides: str) -> tuple[bool, list[str]]:
+        return compiles(load_config("tree", list(overrides)), int(flops), torch.device(device))
+
+    assert asked("cpu", 1e15) == (False, [])
+    how, (told,) = asked("cuda", 1e13)
+    assert how
+    assert told.startswith("compile=auto: on (the run has ")
+    assert not asked("cuda", 1e9)[0]
+    assert not asked("cuda", 1e12, "train.epochs=1")[0]
+    assert not asked("cuda", 1e13, "train.max_seconds=60")[0]
+    assert asked("cpu", 1e9, "compile=on") == (True, [])
+    assert asked("cuda", 1e15, "compile=off") == (False, [])
+
+
+def test_yaml_takes_on_for_true(tmp_path):
+    for written, meant in (("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")):
+        (tmp_path / "own.yaml").write_text(f"defaults: [tree, _self_]\ncompile: {written}\n")
+        assert load_config(str(tmp_path / "own.yaml"), []).compile == meant
+
+
+def test_half_precision_has_its_bound_and_compiled_code_a_narrower_one(sd3_overrides):
+    from accelerate import Accelerator
+
+    _, model = make(sd3_overrides)
+    accelerator = Accelerator(cpu=True)
+    assert ratio_bound(model, accelerator) == 1e-6
+    model.compiled = True
+    assert ratio_bound(model, accelerator) == RATIO_BOUND_COMPILED == 1e-5
+
+
+def test_stages_within_stages_are_counted_once(tmp_path):
+    from arborl.prepare import start_accelerator
+
+    config = Config()
+    config.log.dir, config.log.trackers = str(tmp_path), []
+    run = Run(config, start_accelerator(config), None, 0, quiet=True)
+    start = time.perf_counter()
+    with run.stage("reward"):
+        time.sleep(0.02)
+        for _ in range(2):
+            with run.stage("decode"):
+                time.sleep(0.03)
+    whole = time.perf_counter() - start
+    assert run.seconds["decode"] >= 0.06
+    assert 0.02 <= run.seconds["reward"] < whole - 0.06 + 1e-3
+    assert sum(run.seconds.values()) == pytest.approx(whole, abs=2e-3)
+    run.close()
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=len(STAGES), max_size=len(STAGES)))
+def test_the_bar_shows_what_counts_and_is_never_longer_than_it_may(seconds):
+    row = {f"time/{name}": spent for name, spent in zip(STAGES, seconds, strict=True)}
+    shown = time_split(row | {"tflops/rollout": 431.2, "tflops/update": 520.0})
+    assert shown.count("▇") <= BLOCKS + len(STAGES)
+    assert shown.endswith("TFLOP/s: rollout 431, update 520")
+    longest = max(seconds)
+    if longest > 1:
+        assert f"{STAGES[seconds.index(longest)]} ▇" in shown
+
+
+def test_pictures_are_decoded_while_servers_score_others():
+    """The first answer comes only once the second pictures are decoded; one at a time it never would."""
+    _, model = make(["model=mixture"])
+    further, decoded = threading.Event(), itertools.count(1)
+    decode = model.decode
+
+    def counted(latents):
+        if next(decoded) == 2:
+            further.set()
+        return decode(latents)
+
+    class Server:
+        elsewhere = True
+
+        def __call__(self, images, prompts, columns):
+            assert further.wait(20)
+            assert not torch.is_grad_enabled()
+            return torch.arange(float(len(images)))
+
+    model.decode = counted
+    rewards = Rewards({"x": Server()}, {"x": 1.0})
+    leaves = torch.randn(3, 2, *model.latent_shape)
+    scored = decode_and_score(model, rewards, leaves, Prompts(["a", "b", "c"], {}), 2)
+    assert scored.scores.total.tolist() == [[0, 1]] * 3
+
+
+def test_a_host_tensor_is_placed():
+    values = torch.arange(3)
+    assert torch.equal(placed(values, CPU), values)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_and_the_compiled_ratio_is_one(tiny_folder, tmp_path):
+    own = [f"log.dir={tmp_path}", "train.epochs=2", "compile=on", "tree.s=0"]
+    run = train(load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), *own]))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["ratio_error"] <= 1e-5 for row in rows[:2])
+    from arborl.models import load_model
+
+    config = load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), "compile=off"])
+    model = load_model(config, torch.device("cuda"))
+    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
+    cond = model.encode(TEXTS)
+    rollout(model, plan, cond, fold(0, 0), torch.arange(2), config.sample)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rollout(model, plan, cond, fold(0, 0), torch.arange(2), config.sample)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
