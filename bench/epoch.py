@@ -261,16 +261,18 @@ def sd35(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row
         yield row
     if "flat" in options.ways:
         yield fast.epoch("flat", tree__plan="flat", advantage__name="flat", sample__group_size=16)
+    if "tail" in options.ways:
+        yield fast.epoch("tree, tail of 2 steps", sample__tail_solver="dpmpp_2m", sample__tail_steps=2)
     if "w6" in options.ways:
         yield fast.epoch("tree w=6", tree__w=6)
+    if "w8" in options.ways:
+        yield fast.epoch("tree w=8", tree__w=8)
     if "nodes" in options.ways:
         one = ["sample.batch_size=1", "sample.decode_batch_size=1", "train.batch_size=1", "compile=off"]
         slow = Bench(name, load_config("tree", settings(folder, "slow", *own, *one)), peak)
         slow.epoch("node by node, one prompt to warm up", edge_by_edge=True, sample__num_prompts=1)
         yield slow.epoch("node by node", edge_by_edge=True)
         slow.close()
-    if "w8" in options.ways:
-        yield fast.epoch("tree w=8", tree__w=8)
     fast.close()
 
 
@@ -339,7 +341,9 @@ GROUPS: dict[str, Callable[[Path, argparse.Namespace, float], Iterator[Row]]] = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--ways", nargs="*", default=["tree", "flat", "w6", "nodes", "w8"], help="of SD3.5-medium")
+    parser.add_argument(
+        "--ways", nargs="*", default=["tree", "flat", "tail", "w6", "w8", "nodes"], help="of SD3.5-medium"
+    )
     parser.add_argument("--train", default="lora", choices=("lora", "full"), help="what is trained of SD3.5-medium")
     parser.add_argument("--tokenizer", default="", help="folder with CLIP's tokenizer; else of open_clip_torch")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")

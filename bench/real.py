@@ -18,10 +18,15 @@ GIB = 2**30
 ROOM = Path(os.environ.get("BENCH_ROOM", "/dev/shm")) / "arborl-real"
 
 TREE = ["algo=tree", "tree.w=4", "tree.k=2", "sample.num_steps=10"]
+SIZES = ["sample.batch_size=16", "sample.decode_batch_size=8", "train.batch_size=8"]
 CASES: dict[str, tuple[str, str, list[str]]] = {
     # name: pipeline, preset, overrides
-    "sd35": ("sd3", "base", ["sample.num_prompts=8"]),
-    "sd35-full": ("sd3", "base", ["sample.num_prompts=8", "model.train=full", "train.gradient_checkpointing=true"]),
+    "sd35": ("sd3", "base", ["sample.num_prompts=8", *SIZES]),
+    "sd35-full": (
+        "sd3",
+        "base",
+        ["sample.num_prompts=8", *SIZES, "model.train=full", "train.gradient_checkpointing=true"],
+    ),
     "sd35_24gb": ("sd3", "sd35_24gb", []),
     "flux": ("flux", "flux_branch", [*TREE, "sample.num_prompts=2"]),
     "wan": ("wan", "wan_branch", [*TREE, "sample.num_prompts=2"]),
@@ -97,7 +102,8 @@ def main(names: list[str]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for r in results:
         print(
-            f"| {r['case']} | {r['forwards']} | {r['trained']} | {r['rollout']} | {r['decode'] + r['reward']:.1f} | {r['update']} "
+            f"| {r['case']} | {r['forwards']} | {r['trained']} | {r['rollout']} | {r['decode'] + r['reward']:.1f} "
+            f"| {r['update']} "
             f"| {r['allocated']:.1f} ({r['reserved']:.1f}) | {r['ratio_error']:.1e} |"
         )
 

@@ -83,6 +83,7 @@ class Patient:
         self.config, self.accelerator = config, accelerator
         self.parts: Assembled = assemble(config, accelerator, {"epoch": 0, "prompts": 0})
         self.model, self.state = self.parts.model, self.parts.state
+        self.told = [*self.parts.told, *self.parts.fitted()]
         if run is not None:
             load_weights(self.state.parameters, weights_of(checkpoint_of(run)))
         self.device = accelerator.device
@@ -104,7 +105,7 @@ class Patient:
 
     def findings(self) -> Iterator[Finding]:
         config, model = self.config, self.model
-        for line in self.parts.told:
+        for line in self.told:
             yield Finding("set-up", line, None)
         yield checks.free_disk(config, self.state.parameters)
         plan = make_plan(config, self.schedule, 0)

@@ -22,7 +22,6 @@ from .config.schema import Config
 from .core.errors import InputError
 from .core.noise import fold
 from .models import Model, lora
-from .models.compiled import KEPT_IN
 from .plan import places, work
 from .prompts import deal
 
@@ -98,8 +97,8 @@ def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, li
     return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
 
 
-def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> str:
-    """Every kind of call once, so that compiling is over before the first epoch; what it took."""
+def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> float:
+    """Every kind of call once, so that compiling is over before the first epoch; the seconds it took."""
     start = time.perf_counter()
     sizes = {
         "sample.batch_size": settled(config.sample.batch_size),
@@ -111,8 +110,7 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
         call(key, model, state, accelerator, config, prompt)(min(size, most[key]))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    seconds = time.perf_counter() - start
-    return f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}"
+    return time.perf_counter() - start
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """A run set up: everything a user can get wrong is checked, then loaded, and only then is its folder made."""
 
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from .fit import compiles, forward_flops, geometry, settle, warm_up
 from .inputs import load_inputs, probe
 from .job import Job
 from .models import Model, load_model
+from .models.compiled import KEPT_IN
 from .plan import check_plan, warnings_about
 from .prompts import Prompts, deal
 from .rewards import Rewards
@@ -56,6 +58,7 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
     parts = assemble(config, accelerator, head)
     with all_or_none(accelerator):
         amiss = probe(parts.model, parts.rewards, parts.prompts)
+    told = [*parts.told, *parts.fitted()]  # now that rewards have taken what they need
     state = parts.state
     with all_or_none(accelerator):
         if checkpoint:
@@ -73,7 +76,7 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
             for path, problem in damaged.items():
                 kept = set_aside(path)
                 run.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
-    for text in parts.told:
+    for text in told:
         run.say(text)
     for text in changed:
         run.say(f"changed from epoch {state.epoch} on: {text}")
@@ -105,8 +108,20 @@ class Assembled:
     prompts: Prompts
     held_out: Prompts
     state: State
+    config: Config
+    accelerator: Accelerator
     flops: int  # of a forward
     told: list[str]  # what came of it that is worth a line
+    compiling: float = 0.0  # seconds so far
+
+    def fitted(self) -> list[str]:
+        """Micro-batches found where they are left open, compiling done with; what came of it."""
+        config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
+        told = settle(config, self.model, self.state, accelerator, prompt)
+        if self.model.compiled:
+            seconds = self.compiling + warm_up(config, self.model, self.state, accelerator, prompt)
+            told.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
+        return [*told, *geometry(config, accelerator.num_processes, self.state.sharded)]
 
 
 def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
@@ -123,9 +138,9 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         flops = forward_flops(model, prompts.texts[0])
         told = [str(embedded)] if embedded else []
         compiled, why = compiles(config, flops, accelerator.device)
-        told += why
-        if compiled:
-            told += model.compile()
+        start = time.perf_counter()
+        told += [*why, *(model.compile() if compiled else [])]
+        compiling = time.perf_counter() - start
     how = shard.how_to_split(config, accelerator)
     split = how != "no"
     if split:
@@ -150,11 +165,7 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
     average = Ema(parameters, train.ema_decay, train.ema_every)
     state = State(parameters, optimizer, average, prompt_list=prompts.digest)
-    told += settle(config, model, state, accelerator, prompts.texts[0])
-    if model.compiled:
-        told.append(warm_up(config, model, state, accelerator, prompts.texts[0]))
-    told += geometry(config, accelerator.num_processes, split)
-    return Assembled(model, rewards, prompts, held_out, state, flops, told)
+    return Assembled(model, rewards, prompts, held_out, state, config, accelerator, flops, told, compiling)
 
 
 def start_accelerator(config: Config, **options: Any) -> Accelerator:
