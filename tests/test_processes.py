@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from arborl.checkpoint import problem_with
+from arborl.models import compiled
 from launching import (
     PATIENCE,
     ROOT,
@@ -24,6 +25,8 @@ from launching import (
     rows_of,
     timeless,
 )
+
+from conftest import tiny_overrides
 
 MIXTURE = [
     "--config-name=mixture",
@@ -110,6 +113,17 @@ def test_every_way_to_train_a_transformer_on_two_processes(tmp_path: Path, sd3_o
     one = trained(1, few, tmp_path, "one")
     assert_close(one, trained(2, few, tmp_path, "two"))
     assert_close(one, trained(2, [*few, "train.shard=full"], tmp_path, "split"))
+
+
+@pytest.mark.slow
+def test_compiled_code_on_two_processes(tmp_path: Path, tiny_folder, monkeypatch: pytest.MonkeyPatch):
+    """No rank waits for gradients of a rollout's forwards, whole or split."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    few = ["--config-name=mixture", *tiny_overrides("sd3", tiny_folder("sd3")), "train.epochs=3", "train.batch_size=4"]
+    few += ["sample.prompts_per_epoch=3"]  # a rank has less to do than the other
+    one = trained(1, few, tmp_path, "one")
+    assert_close(one, trained(2, [*few, "compile=on"], tmp_path, "two"))
+    assert_close(one, trained(2, [*few, "compile=on", "train.shard=full"], tmp_path, "split"))
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):

@@ -1,6 +1,5 @@
 """The one micro-batch iterator: rollout, update, decoding and scoring all walk through it. And the way to the GPU."""
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,17 +26,11 @@ def settled(size: int | str) -> int:
     return size
 
 
-def batches(count: int, size: int, pad: bool = False) -> Iterator[Batch]:
-    """Positions 0..count-1 in runs of `size`; with `pad` the last run has that length too.
-
-    A single position that is left over takes one more along: compiled code has a graph of its own for one row.
-    """
-    bounds = [*range(0, count, size), count] if count else []
-    if size > 2 and count % size == 1 and count > 1 and not pad:
-        bounds[-2] -= 1
-    for start, stop in itertools.pairwise(bounds):
-        index = torch.arange(start, stop)
-        valid = len(index)
-        if pad and valid < size:
-            index = torch.cat([index, index.new_zeros(size - valid)])
+def batches(count: int, size: int, pad: bool = False, least: int = 1) -> Iterator[Batch]:
+    """Positions 0..count-1 in runs of `size`; with `pad` the last run has that length too, else at least `least`."""
+    for start in range(0, count, size):
+        index = torch.arange(start, min(start + size, count))
+        valid, full = len(index), size if pad else min(least, size)
+        if valid < full:
+            index = torch.cat([index, index.new_zeros(full - valid)])
         yield Batch(index, valid)

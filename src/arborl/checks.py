@@ -19,6 +19,7 @@ from .core.kernels import Coefficients, Gaussian, transition
 from .core.plain import like
 from .core.tree import Plan
 from .models import Model
+from .models.compiled import uncompiled
 from .prompts import Prompts
 from .record import Record
 from .rewards import Rewards
@@ -68,6 +69,7 @@ def steps_of(model: Model, record: Record, config: Config) -> list[Step]:
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
         parents = plan.parent[here].unique()
         rows = torch.cartesian_prod(torch.arange(len(record.latents)), parents)[:size]
+        rows = rows.expand(min(model.least_rows, size), 2) if len(rows) == 1 else rows
         edges, row = _edges_below(plan.parent, here, rows)
         prompt, node = rows.unbind(1)
         x = record.latents[prompt, node].to(model.device)
@@ -150,7 +152,7 @@ def watching_for_overflow(found: list[str]) -> Iterator[None]:
 def pictures(model: Model, latents: Float[Tensor, "n *latent"], size: int) -> tuple[Tensor, Finding]:
     """Decoded latents, and whether they are pictures. An overflow that clamping hides is found where it arose."""
     layers: list[str] = []
-    with watching_for_overflow(layers):
+    with watching_for_overflow(layers), uncompiled():  # compiled code calls no hooks
         made = torch.cat([model.decode(latents[b.rows].to(model.device)) for b in batches(len(latents), size)])
     broken = int((~made.flatten(1).isfinite().all(1)).sum())
     low, high = (float(made.nan_to_num().min()), float(made.nan_to_num().max()))

@@ -66,7 +66,7 @@ def decode_and_score(
         for name, (more, why) in answer.lost.items():
             lost[name] = Lost(more + (lost[name].pictures if name in lost else 0), why)
 
-    with ThreadPoolExecutor(1) as other:
+    with ThreadPoolExecutor(1) as other, rewards.cancelled():
         for batch in batches(len(flat), batch_size):
             index = batch.rows.tolist()
             with stage("decode"):

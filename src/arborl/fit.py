@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -93,6 +94,8 @@ def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, li
     epoch = sum(work(config, plan, first).cost for first, plan in around) / len(around)
     total = epoch * flops * config.train.epochs
     short = 0 < config.train.max_seconds < SHORT or total < WORTH
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return False, ["compile=auto: off (there is no C compiler, which torch.compile needs)"]
     clock = f" in up to {config.train.max_seconds:.0f} s" if config.train.max_seconds else ""
     return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
 
@@ -185,16 +188,19 @@ def trials(
         if _everyone(_has_room(done, size, device), accelerator):
             try:
                 trial = _measure(run, size, device)
-            except (MemoryError, RuntimeError) as error:  # a GPU's is a RuntimeError too, a CPU's nothing more
-                if type(error) is RuntimeError and "memory" not in str(error):
+            except (MemoryError, RuntimeError) as error:  # a CPU's is nothing more than a RuntimeError
+                known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+                if not known and not (type(error) is RuntimeError and "memory" in str(error)):
                     raise
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
         seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
         done.append(trial._replace(seconds=seconds))
+        if not done[0].fits and size > 1:
+            size, done = 1, []
+            continue
         if not done[0].fits:
-            few = "one row fits" if size == 1 else f"{size} rows fit"
-            raise InputError(key, size, f"not even {few} into memory", "a smaller picture, LoRA, or split weights")
+            raise InputError(key, 1, "not even one row fits into memory", "a smaller picture, LoRA, or split weights")
         if not done[-1].fits or size == most:
             break
         if choose(done).size * 4 <= size:

@@ -67,7 +67,7 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts) -> list[str]:
     """
     two = prompts.take([0, len(prompts) - 1])
     noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device))
-    pictures = model.decode(noise)
+    pictures = torch.cat([model.decode(part) for part in noise.split(1)])
     if not pictures.isfinite().all():
         raise InputError("model", None, "its decoder returned pictures that are not finite", "see arborl doctor")
 

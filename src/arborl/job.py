@@ -82,6 +82,9 @@ class Job:
         self.diversity = torch.full((len(leaves),), torch.nan)
         if not real:
             return Scores({}, empty.double())
+        if not self.looked:
+            for text in self.model.check_decoder(leaves[0, :2].to(self.model.device)):
+                self.run.warn_once(text)
         prompts = share.prompts.take(range(real))
         found, _, thumbnails, _ = decode_and_score(
             self.model, self.rewards.trained, leaves[:real], prompts, size, stage=self.run.stage

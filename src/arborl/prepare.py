@@ -4,6 +4,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -119,7 +120,9 @@ class Assembled:
         config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
         told = settle(config, self.model, self.state, accelerator, prompt)
         if self.model.compiled:
-            seconds = self.compiling + warm_up(config, self.model, self.state, accelerator, prompt)
+            # Split weights need all processes at every call, so there nobody can fail alone.
+            with nullcontext() if self.state.sharded else all_or_none(accelerator):
+                seconds = self.compiling + warm_up(config, self.model, self.state, accelerator, prompt)
             told.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
         return [*told, *geometry(config, accelerator.num_processes, self.state.sharded)]
 

@@ -129,7 +129,7 @@ def predict(
     prompts, n = x.shape[:2]
     flat, times = x.flatten(0, 1), t.repeat(prompts)
     out = torch.empty_like(flat)
-    for batch in batches(prompts * n, batch_size, pad):
+    for batch in batches(prompts * n, batch_size, pad, model.least_rows):
         index = placed(batch.rows, x.device)
         # Detached at once: the next call must find the memory of what a gradient would have needed free.
         v = model.predict(flat[index], times[index], cond[index // n]).detach()

@@ -35,8 +35,16 @@ def run_epochs(job: Job) -> Path:
             with run.stage("rollout"), together.sampling():
                 plan = make_plan(config, schedule, epoch)
                 key = fold(config.seed, epoch)
-                twin = trained_batch(model, config)
-                record = rollout(model, plan, cond, key, share.ids, config.sample, job.records(epoch), None, twin)
+                record = rollout(
+                    model,
+                    plan,
+                    cond,
+                    key,
+                    share.ids,
+                    config.sample,
+                    keep_clean=job.records(epoch),
+                    trained_batch=trained_batch(model, config),
+                )
             with run.stage("reward"), together.alone():
                 scores = job.score(record, share)
             with run.stage("advantage"):

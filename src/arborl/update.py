@@ -89,7 +89,9 @@ def update(
     part_of = _partition(record.plan, share.total, train.updates, key)[share.ids.clamp_max(share.total - 1)]
     for part in range(train.updates):
         edges = _edges(record.plan, keep.cpu() & (part_of[:, record.plan.parent] == part))
-        queue = list(batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches))
+        queue = list(
+            batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches, model.least_rows)
+        )
         useful = int((advantage[edges.prompt, edges.edge] != 0).any())
         count, useful, calls = _across_ranks(accelerator, len(edges.edge), useful, len(queue))
         if count == 0 or (useful == 0 and train.kl == 0):
@@ -226,8 +228,9 @@ def _at(values: Tensor, first: Tensor, second: Tensor, device: torch.device) -> 
 
 def _idle_loss(model: Model, record: Record, with_reference: bool) -> Float[Tensor, ""]:
     """A forward whose gradient is zero: ranks must make the same calls, also those out of work."""
-    x = record.latents[:1, 0].to(model.device)
-    t, cond = like(record.plan.timestep[:1], x), record.cond[torch.zeros(1, dtype=torch.long, device=model.device)]
+    first = torch.zeros(model.least_rows, dtype=torch.long)
+    x = _at(record.latents, first, first, model.device)
+    t, cond = like(record.plan.timestep[first], x), record.cond[placed(first, model.device)]
     loss = 0.0 * model.predict(x, t, cond).sum()
     if with_reference:  # its weights may be split over the ranks too
         with torch.no_grad(), model.reference():

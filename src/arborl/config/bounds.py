@@ -35,7 +35,7 @@ def check_bounds(section: Any, prefix: str = "") -> None:
                 check_bounds(reward, f"{key}.{name}.")
         else:
             for entry in value if isinstance(value, list) else [value]:
-                _check_value(key, entry, item.metadata)
+                _check_value(key, entry, item.metadata, kind_of(item))
             if item.name in PATHS:
                 check_path(key, str(value))
 
@@ -49,7 +49,7 @@ def _fits(value: object, kind: Any) -> bool:
     return kind is Any or type(value) in (inner if isinstance(kind, UnionType) else (kind,))
 
 
-def _check_value(key: str, value: object, meta: Mapping[str, Any]) -> None:
+def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | None) -> None:
     bounds = {name: meta[name] for name in LIMITS if meta.get(name) is not None}
     words = meta.get("words") or ()
     allowed = ", or ".join([", ".join(LIMITS[name][0].format(bound) for name, bound in bounds.items()), *words])
@@ -58,7 +58,7 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any]) -> None:
         raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
     if isinstance(value, str):
         if words and value not in words:
-            raise InputError(key, value, "is neither a number nor a word it knows", allowed)
+            raise InputError(key, value, "is not a word it knows", allowed if bounds else kind)
         check_text(key, value)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, int) and abs(value) >= 2**63:

@@ -108,7 +108,11 @@ class SampleConfig:
     width: int | None = knob(None, "Width of the pictures; null makes them square.", low=8)
     num_frames: int = knob(1, "Frames of a video; 1 for models that make pictures.", low=1)
     batch_size: int | str = knob(
-        16, "Latents per model call while sampling; auto tries what fits and is fastest.", low=1, words=("auto",)
+        16,
+        "Latents per model call while sampling; auto tries what fits and is fastest. In compiled runs those that are "
+        "trained go in micro-batches of train.batch_size.",
+        low=1,
+        words=("auto",),
     )
     decode_batch_size: int | str = knob(8, "Pictures decoded and scored at a time, or auto.", low=1, words=("auto",))
     pad_batches: bool = knob(False, "Fill every model call up to the same shape (bitwise ratio 1; one compiled graph).")

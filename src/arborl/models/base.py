@@ -127,12 +127,25 @@ class Model(ABC):
         # Rollout and update must be the same function; dropout would make them two.
         self.module.eval()
 
+    @property
+    def least_rows(self) -> int:
+        """Rows that a call has at least, but where micro-batches are of one: compiled code has a graph of its own for a
+        single row, which rounds differently and takes as long to make.
+        """
+        return 2 if self.compiled else 1
+
     def compile(self) -> list[str]:
         """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
         for module in filter(None, [self.module, self.frozen]):
             compile_blocks(module)
         recompute(self.module, self.config.train.gradient_checkpointing, compiled=True)
         self.compiled = True
+        return []
+
+    def check_decoder(self, latents: Float[Tensor, "n *latent"]) -> list[str]:
+        """Hold `decode` to what it draws in full precision. Where that is something else it is used from now on, and
+        told.
+        """
         return []
 
     @contextmanager

@@ -5,11 +5,13 @@ The first axis of what a block is given, the batch, is left open: one graph serv
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.errors import InputError
 from .embeddings import cache_home
 
 BACKEND = "inductor"
@@ -28,15 +30,37 @@ def compile_blocks(module: nn.Module) -> None:
 def compile_calls(module: nn.Module) -> None:
     """Have a module called as compiled code. Names of weights stay, and hooks around the call are outside of it."""
     prepare()
-    run = torch.compile(module.forward, backend=BACKEND)
+    plain = module.forward
+    run = torch.compile(plain, backend=BACKEND)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if _OFF:
+            return plain(*args, **kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
-        return run(*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+                raise
+            why = next(iter(str(error).split("\n")), "")
+            raise InputError("compile", "on", f"the model cannot be compiled ({why})", "off") from error
 
     module.forward = forward
+
+
+_OFF: list[bool] = []  # one for each `uncompiled` that is open
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, nothing runs as compiled code: hooks inside modules are called, and single rows cost no compiling."""
+    _OFF.append(True)
+    try:
+        yield
+    finally:
+        _OFF.pop()
 
 
 def prepare() -> None:
@@ -44,6 +68,8 @@ def prepare() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # a second of imports
 
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    # It would cut blocks at DDP's buckets, so that gradients are sent while others are computed; blocks are apart anyway.
+    torch._dynamo.config.optimize_ddp = False
     if os.environ.get(KEPT_IN, default_cache_dir()) == default_cache_dir():
         os.environ[KEPT_IN] = str(cache_home() / "compiled")
 

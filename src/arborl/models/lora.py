@@ -67,16 +67,17 @@ def merged(module: nn.Module) -> Iterator[None]:
 
     What is put back are the very tensors that were there, so nothing wears off.
     """
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora import LoraLayer
 
     kept: list[tuple[nn.Parameter, Tensor]] = []
-    for layer in module.modules():
-        if isinstance(layer, Linear):
-            weight, (adapter,) = layer.get_base_layer().get_parameter("weight"), layer.active_adapters
-            kept.append((weight, weight.data))
-            change = layer.get_delta_weight(adapter).detach()
-            weight.data = (weight.data.float() + change.float()).to(weight.dtype)
     try:
+        for layer in module.modules():
+            if isinstance(layer, LoraLayer):
+                weight, (adapter,) = layer.get_base_layer().get_parameter("weight"), layer.active_adapters
+                change = layer.get_delta_weight(adapter).detach()  # pyright: ignore[reportCallIssue]
+                sum_of_both = (weight.data.float() + change.float()).to(weight.dtype)
+                kept.append((weight, weight.data))
+                weight.data = sum_of_both
         with disabled(module):
             yield
     finally:
@@ -89,9 +90,9 @@ def disabled(module: nn.Module) -> Iterator[None]:
     """The base model, exactly."""
     layers = _layers(module)
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]  # which peft would forget
-    for layer in layers:
-        layer.enable_adapters(False)  # pyright: ignore[reportCallIssue]
     try:
+        for layer in layers:
+            layer.enable_adapters(False)  # pyright: ignore[reportCallIssue]
         yield
     finally:
         for layer in layers:

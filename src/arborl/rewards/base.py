@@ -3,7 +3,8 @@
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +79,18 @@ class Rewards:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether others do the work of one of them, so that something else can be done meanwhile."""
-        return any(getattr(function, "elsewhere", False) for function in self.functions.values())
+        """Whether others do all of their work, so that something else can be done meanwhile."""
+        return all(getattr(function, "elsewhere", False) for function in self.functions.values())
+
+    @contextmanager
+    def cancelled(self) -> Iterator[None]:
+        """Whatever ends the block early ends what others are asked, too."""
+        try:
+            yield
+        except BaseException:
+            for function in self.functions.values():
+                getattr(function, "cancel", lambda: None)()
+            raise
 
     @property
     def watched(self) -> list[str]:

@@ -41,6 +41,7 @@ class RemoteReward:
         self.servers = [Server(url, token, config.timeout, config.retries) for url in urls]
         self.parts: tuple[str, ...] = ()  # as the first scores had them; ("",) of a reward without parts
         self.failures: list[Lost] = []
+        self.round: _Round | None = None
 
     def check(self) -> None:
         """Every server is there, takes the token and is one of rewards; else an error."""
@@ -60,6 +61,11 @@ class RemoteReward:
         taken, self.failures = self.failures, []
         return taken
 
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more: requests that are out are the last."""
+        if self.round:
+            self.round.stop()
+
     def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor | dict[str, Tensor]:
         """Scores, or named parts; NaN for what no server scored, and for pictures that are not finite.
 
@@ -71,7 +77,7 @@ class RemoteReward:
             list(pool.map(Server.learn_limits, self.servers))
             size = self._size(images[0].numel()) if sound else 1
             pieces = [_Piece(sound[i : i + size]) for i in range(0, len(sound), size)]
-            shared = _Round(pieces, self.servers, self.config.retries)
+            self.round = shared = _Round(pieces, self.servers, self.config.retries)
             work = [pool.submit(self._work, server, shared, images, prompts, columns) for server in self.servers]
             try:
                 for worker in work:
