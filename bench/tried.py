@@ -1,7 +1,8 @@
 """What else might make SD3.5-medium faster, one at a time: `python -m bench.tried [trial ...]`, on a GPU.
 
 A forward without gradients (adapters merged, as rollouts take it) and a forward and backward pass, with random weights,
-by what is changed: nothing, float8 products, CUDA graphs, attention by another backend, fewer activations kept.
+by what is changed: nothing, float8 products, CUDA graphs, attention by another backend, adapters beside the weights,
+the same without looking whether compiled code still applies, fewer activations kept.
 """
 
 import argparse
@@ -121,7 +122,7 @@ def call(module: Any, given: dict[str, Any], trains: bool, graphs: bool) -> Tens
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = ["plain", "float8", "graphs", "flash", "update", "budget"]
+    every = ["plain", "float8", "graphs", "flash", "adapters", "unguarded", "update", "budget"]
     parser.add_argument("trials", nargs="*", default=every, help=f"of {', '.join(every)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script")
     options = parser.parse_args()
@@ -133,7 +134,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         trains = trial in ("update", "budget")
-        module = transformer(options.tiny, adapters=trains)
+        module = transformer(options.tiny, adapters=trains or trial in ("adapters", "unguarded"))
         if not flops:
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 module(**inputs(module, 1))
@@ -157,6 +158,9 @@ def main() -> None:
                     torch.cuda.reset_peak_memory_stats()
                 with torch.set_grad_enabled(trains), sdpa_kernel(backend or list(ALL)):
                     first, best = timed(run)
+                    if trial == "unguarded":
+                        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                            _, best = timed(run)
                     out = run().clone()
             except Exception as error:  # noqa: BLE001 (that it does not run is a result)
                 print(f"{trial}, {rows} rows: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)

@@ -68,7 +68,7 @@ def prepare() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # a second of imports
 
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    # It would cut blocks at DDP's buckets, so that gradients are sent while others are computed; blocks are apart anyway.
+    # It would cut blocks at DDP's buckets, to send gradients while others are computed; blocks are apart anyway.
     torch._dynamo.config.optimize_ddp = False
     if os.environ.get(KEPT_IN, default_cache_dir()) == default_cache_dir():
         os.environ[KEPT_IN] = str(cache_home() / "compiled")
