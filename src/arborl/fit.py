@@ -100,9 +100,8 @@ def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, li
     return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
 
 
-def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> float:
-    """Every kind of call once, so that compiling is over before the first epoch; the seconds it took."""
-    start = time.perf_counter()
+def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> None:
+    """Every kind of call once, so that compiling is over before the first epoch."""
     sizes = {
         "sample.batch_size": settled(config.sample.batch_size),
         "train.batch_size": settled(config.train.batch_size),
@@ -113,7 +112,6 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
         call(key, model, state, accelerator, config, prompt)(min(size, most[key]))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return time.perf_counter() - start
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:

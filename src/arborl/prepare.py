@@ -118,11 +118,13 @@ class Assembled:
     def fitted(self) -> list[str]:
         """Micro-batches found where they are left open, compiling done with; what came of it."""
         config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
+        start = time.perf_counter()
         told = settle(config, self.model, self.state, accelerator, prompt)
         if self.model.compiled:
             # Split weights need all processes at every call, so there nobody can fail alone.
             with nullcontext() if self.state.sharded else all_or_none(accelerator):
-                seconds = self.compiling + warm_up(config, self.model, self.state, accelerator, prompt)
+                warm_up(config, self.model, self.state, accelerator, prompt)
+            seconds = self.compiling + time.perf_counter() - start
             told.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
         return [*told, *geometry(config, accelerator.num_processes, self.state.sharded)]
 
