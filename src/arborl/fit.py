@@ -109,7 +109,7 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
     }
     most = rows(config, accelerator.num_processes)
     for key, size in sizes.items():
-        call(key, model, state, accelerator, config, prompt)(min(size, most[key]))
+        call(key, model, state, accelerator, config, prompt)(min(size, max(most[key], model.least_rows)))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
