@@ -191,7 +191,8 @@ def time_split(row: dict[str, Any]) -> str:
     shown = {name: seconds for name, seconds in spent.items() if seconds >= max(0.05, 0.01 * total)}
     parts = [f"{name} {'▇' * round(BLOCKS * s / total)} {s:.1f}s" for name, s in shown.items()]
     rates = [f"{name} {row[f'tflops/{name}']:.3g}" for name in ("rollout", "update") if f"tflops/{name}" in row]
-    return " ".join(parts) + (f" | TFLOP/s: {', '.join(rates)}" if rates else "")
+    speed = f"TFLOP/s: {', '.join(rates)}" if rates else ""
+    return " | ".join(filter(None, [" ".join(parts), speed]))
 
 
 def flat(config: Config) -> dict[str, Any]:
