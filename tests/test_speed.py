@@ -188,6 +188,9 @@ def test_compiling_is_for_long_runs_on_a_gpu():
     assert how
     assert told.startswith("compile=auto: on (the run has ")
     assert not asked("cuda", 1e9)[0]
+    how, (told,) = asked("cuda", 1e13, "model=mixture", "rewards=place")  # nobody has seen that on a GPU
+    assert not how
+    assert "compile=on tries it" in told
     assert not asked("cuda", 1e12, "train.epochs=1")[0]
     assert not asked("cuda", 1e13, "train.max_seconds=60")[0]
     assert asked("cpu", 1e9, "compile=on") == (True, [])

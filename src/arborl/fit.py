@@ -22,7 +22,7 @@ from .collect import gather
 from .config.schema import Config
 from .core.errors import InputError
 from .core.noise import fold
-from .models import Model, lora
+from .models import Model, lora, model_class
 from .plan import places, work
 from .prompts import deal
 
@@ -90,6 +90,8 @@ def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, li
     """
     if config.compile != "auto" or device.type != "cuda":
         return config.compile == "on", []
+    if not model_class(config).compiles_by_itself:
+        return False, ["compile=auto: off (this model has not been measured compiled; compile=on tries it)"]
     around = places(config)
     epoch = sum(work(config, plan, first).cost for first, plan in around) / len(around)
     total = epoch * flops * config.train.epochs

@@ -43,7 +43,7 @@ def rollout(
     log_density = torch.zeros(prompts, plan.edges, device=device)
     clean = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_clean else None
     latents[:, : plan.roots] = frontier
-    # Everything the levels need is on the device before the first of them, so that nothing waits for it there.
+    # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
     table = Coefficients(*(placed(c.float(), device) for c in plan.coefficients))
     timestep, momentum = placed(plan.timestep.float(), device), placed(plan.momentum.float(), device)
     to_clean = tuple(placed(c.float(), device) for c in plan.clean)

@@ -45,6 +45,8 @@ class Model(ABC):
     """Whether it predicts noise (or v) on a variance-preserving schedule, and not a flow's velocity."""
     video: ClassVar[bool] = False
     """Whether `decode` gives videos."""
+    compiles_by_itself: ClassVar[bool] = False
+    """Whether `compile=auto` may compile it: its compiled code has been run and measured on a GPU."""
     default_path: ClassVar[str] = ""
     """Where the weights lie if `model.path` does not say."""
     default_prompts: ClassVar[Sequence[str]] = ()

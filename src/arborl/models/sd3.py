@@ -14,6 +14,7 @@ class SD3Model(PipelineModel):
     pipeline = "StableDiffusion3Pipeline"
     t5 = "text_encoder_3"
     half_decoder = True
+    compiles_by_itself = True
     lora_targets = JOINT_ATTENTION
 
     @classmethod
