@@ -2,7 +2,8 @@
 
 A forward without gradients (adapters merged, as rollouts take it) and a forward and backward pass, with random weights,
 by what is changed: nothing, float8 products, CUDA graphs, attention by another backend, adapters beside the weights,
-the same without looking whether compiled code still applies, fewer activations kept.
+the same without looking whether compiled code still applies, fewer activations kept. And how Wan2.1's decoder makes
+its videos: `videos`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from arborl.models import compiled, lora
 from arborl.models.sd3 import SD3Model
 
 from .epoch import matrix_peak
-from .pipelines import SD3, randomised
+from .pipelines import SD3, WAN, randomised
 
 TEXT = 333
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -120,9 +121,55 @@ def call(module: Any, given: dict[str, Any], trains: bool, graphs: bool) -> Tens
     return out.detach()
 
 
+@torch.no_grad()
+def videos(tiny: bool) -> None:
+    """Wan2.1's decoder: 33 frames of 480×832, by precision, layout and compiling."""
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    with DEVICE:
+        vae = AutoencoderKLWan(**WAN["tiny" if tiny else "full"]["vae"]).eval().requires_grad_(False)
+        latents = torch.randn(2, 16, 3, 4, 4) if tiny else torch.randn(2, 16, 9, 60, 104)
+    plain, exact = vae.decoder.forward, None
+    ways = [
+        (torch.float32, False, False),
+        (torch.float16, False, False),
+        (torch.float16, True, False),
+        (torch.float32, False, True),
+        (torch.float16, True, True),
+    ]
+    for dtype, last, fast in ways:
+        torch._dynamo.reset()
+        for layer in vae.decoder.modules():
+            if isinstance(layer, nn.Conv2d | nn.Conv3d):
+                layout = torch.channels_last if isinstance(layer, nn.Conv2d) else torch.channels_last_3d
+                layer.weight.data = layer.weight.contiguous(memory_format=layout if last else torch.contiguous_format)
+        vae.decoder.forward = plain
+        if fast:
+            compiled.compile_calls(vae.decoder)
+
+        def run() -> Tensor:
+            with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):  # noqa: B023 (called right here)
+                return vae.decode(latents, return_dict=False)[0].float()
+
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        first, best = timed(run, 2)
+        found = run()
+        exact = found if exact is None else exact
+        memory = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
+        print(
+            f"videos, {str(dtype)[6:]}{', channels last' * last}{', compiled' * fast}: {best / 2:.2f} s a video, "
+            f"first call {first:.0f} s, {memory:.1f} GiB, pixels {float((found - exact).abs().mean()) / 2:.1e} from "
+            "float32",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = ["plain", "float8", "graphs", "flash", "adapters", "unguarded", "update", "budget"]
+    every = ["plain", "float8", "graphs", "flash", "adapters", "unguarded", "update", "budget", "videos"]
     parser.add_argument("trials", nargs="*", default=every, help=f"of {', '.join(every)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script")
     options = parser.parse_args()
@@ -133,6 +180,9 @@ def main() -> None:
     for trial in options.trials:
         torch._dynamo.reset()
         gc.collect()
+        if trial == "videos":
+            videos(options.tiny)
+            continue
         trains = trial in ("update", "budget")
         module = transformer(options.tiny, adapters=trains or trial in ("adapters", "unguarded"))
         if not flops:

@@ -69,7 +69,7 @@ def steps_of(model: Model, record: Record, config: Config) -> list[Step]:
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
         parents = plan.parent[here].unique()
         rows = torch.cartesian_prod(torch.arange(len(record.latents)), parents)[:size]
-        rows = rows.expand(min(model.least_rows, size), 2) if len(rows) == 1 else rows
+        rows = torch.cat([rows, rows[:1].expand(max(0, min(model.least_trained, size) - len(rows)), 2)])
         edges, row = _edges_below(plan.parent, here, rows)
         prompt, node = rows.unbind(1)
         x = record.latents[prompt, node].to(model.device)

@@ -116,6 +116,25 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
         torch.cuda.synchronize(model.device)
 
 
+def alike_from(config: Config, model: Model, processes: int, prompt: str) -> int:
+    """Rows from which on the update's code rounds as it does with all rows of a micro-batch. With fewer, a library may
+    add up a narrow product such as an adapter's in another order, and rollout and update would not be one policy.
+    """
+    plan, share = places(config)[0][1], deal(config.sample, processes).share
+    trained = [len(level.parents) for level in plan.levels if bool(plan.stochastic[level.edges].any())]
+    full = min(settled(config.train.batch_size), max(rows(config, processes)["train.batch_size"], model.least_rows))
+    calls = [count * share for count in (*trained, len(plan.trained_parents))]
+    sizes = {2**power for power in range(full.bit_length())} | {count % full for count in calls}
+    predict, least = _predict(config, model, prompt), full
+    with model.as_trained(), lora.stirred(model.module):
+        expected = predict(full).detach()
+        for size in sorted((s for s in sizes if model.least_rows <= s < full), reverse=True):
+            if not torch.equal(predict(size).detach(), expected[:size]):
+                break
+            least = size
+    return least
+
+
 def rows(config: Config, processes: int = 1) -> dict[str, int]:
     """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
     plan, share = places(config)[0][1], deal(config.sample, processes).share
@@ -132,15 +151,7 @@ def call(
     key: str, model: Model, state: State | None, accelerator: Accelerator, config: Config, prompt: str
 ) -> Callable[[int], None]:
     """A micro-batch of a stage, of any size, with what it does to memory."""
-    cond = model.encode([prompt])
-
-    def latents(size: int) -> torch.Tensor:
-        address = torch.tensor([[number, 0, 0] for number in range(size)], device=model.device)
-        return model.noise(fold(config.seed, 0), address)
-
-    def predict(size: int) -> torch.Tensor:
-        t = torch.full((size,), float(places(config)[0][1].timestep[0]), device=model.device)
-        return model.predict(latents(size), t, cond[torch.zeros(size, dtype=torch.long, device=model.device)])
+    predict = _predict(config, model, prompt)
 
     def sampled(size: int) -> None:
         with model.quickly():
@@ -148,7 +159,7 @@ def call(
 
     @torch.no_grad()
     def decoded(size: int) -> None:
-        model.decode(latents(size))
+        model.decode(_latents(config, model, size))
 
     def updated(size: int) -> None:
         assert state is not None
@@ -166,6 +177,23 @@ def call(
             state.optimizer.zero_grad(set_to_none=True)
 
     return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
+
+
+def _predict(config: Config, model: Model, prompt: str) -> Callable[[int], torch.Tensor]:
+    """The model's answer to so many rows of noise. A call of fewer rows has the first of those that a larger one has."""
+    cond, time_of_first = model.encode([prompt]), float(places(config)[0][1].timestep[0])
+
+    def predict(size: int) -> torch.Tensor:
+        t = torch.full((size,), time_of_first, device=model.device)
+        text = cond[torch.zeros(size, dtype=torch.long, device=model.device)]
+        return model.predict(_latents(config, model, size), t, text)
+
+    return predict
+
+
+def _latents(config: Config, model: Model, size: int) -> torch.Tensor:
+    address = torch.tensor([[number, 0, 0] for number in range(size)], device=model.device)
+    return model.noise(fold(config.seed, 0), address)
 
 
 def trials(

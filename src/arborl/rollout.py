@@ -51,13 +51,15 @@ def rollout(
     first = 0  # the number of the frontier's first node
     for stochastic, levels in itertools.groupby(plan.levels, lambda level: bool(plan.stochastic[level.edges].any())):
         # What the update will look at again goes through its own code; the way to the leaves only has to be quick.
-        size = trained_batch if stochastic and trained_batch else settled(config.batch_size)
+        alike = stochastic and trained_batch > 0
+        size = trained_batch if alike else settled(config.batch_size)
+        least = model.least_trained if alike else model.least_rows
         with model.as_trained() if stochastic else model.quickly():
             for level in levels:
                 parents, slot = placed(level.parents, device), placed(level.slot, device)
                 children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
                 x = frontier[:, parents - first]
-                v = predict(model, x, timestep[parents], cond, size, config.pad_batches)
+                v = predict(model, x, timestep[parents], cond, size, config.pad_batches, least)
                 if clean is not None:
                     clean[parents] = clean_of(to_clean, parents, x[:1], v[:1])[0]
                 gaussian = transition(
@@ -123,13 +125,14 @@ def predict(
     t: Float[Tensor, " n"],
     cond: Cond,
     batch_size: int,
-    pad: bool,
+    pad: bool = False,
+    least: int = 1,
 ) -> Float[Tensor, "prompts n *latent"]:
-    """The model's velocities in micro-batches; small frontiers of different prompts share a call."""
+    """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call."""
     prompts, n = x.shape[:2]
     flat, times = x.flatten(0, 1), t.repeat(prompts)
     out = torch.empty_like(flat)
-    for batch in batches(prompts * n, batch_size, pad, model.least_rows):
+    for batch in batches(prompts * n, batch_size, pad, least):
         index = placed(batch.rows, x.device)
         # Detached at once: the next call must find the memory of what a gradient would have needed free.
         v = model.predict(flat[index], times[index], cond[index // n]).detach()

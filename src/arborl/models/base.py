@@ -62,6 +62,8 @@ class Model(ABC):
         self.config, self.device = config, device
         self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
         self.compiled = False
+        self.alike_from = 1
+        """Rows from which on the update's code rounds as it does with all rows of a micro-batch (`fit.alike_from`)."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -135,6 +137,11 @@ class Model(ABC):
         single row, which rounds differently and takes as long to make.
         """
         return 2 if self.compiled else 1
+
+    @property
+    def least_trained(self) -> int:
+        """Rows that a call has at least whose log-densities rollout and update both take, in calls of any size."""
+        return max(self.least_rows, self.alike_from)
 
     def compile(self) -> list[str]:
         """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
