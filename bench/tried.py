@@ -2,16 +2,21 @@
 
 A forward without gradients (adapters merged, as rollouts take it) and a forward and backward pass, with random weights,
 by what is changed: nothing, float8 products, CUDA graphs, attention by another backend, adapters beside the weights,
-the same without looking whether compiled code still applies, fewer activations kept. And how Wan2.1's decoder makes
-its videos: `videos`.
+the same without looking whether compiled code still applies, fewer activations kept. Also how Wan2.1's decoder makes
+its videos (`videos`), and on a CPU what training on the scenes comes to when nodes without a log-density are computed
+in float8 (`scenes`).
 """
 
 import argparse
 import gc
+import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +24,12 @@ from torch._functorch import config as functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from arborl.models import compiled, lora
+from arborl.config import load_config
+from arborl.models import Model, compiled, lora
 from arborl.models.sd3 import SD3Model
+from arborl.record import Record
+from arborl.rollout import rollout
+from arborl.train import train
 
 from .epoch import matrix_peak
 from .pipelines import SD3, WAN, randomised
@@ -67,6 +76,54 @@ def to_float8(module: nn.Module) -> None:
             setattr(module, name, Float8Linear(child))
         elif "norm" not in name:
             to_float8(child)
+
+
+@contextmanager
+def rounded(module: nn.Module) -> Iterator[None]:
+    """Inside, the same layers have their adapters merged, and multiply numbers that float8 can hold."""
+
+    def round_trip(x: Tensor) -> Tensor:
+        values, scale = scaled(x)
+        return (values.float() * scale).to(x.dtype)
+
+    with lora.merged(module) if lora.is_injected(module) else nullcontext():
+        layers = [
+            layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and "blocks." in name and "norm" not in name and "lora_" not in name
+        ]
+        kept = [layer.weight.data for layer in layers]
+        handles = [layer.register_forward_pre_hook(lambda _, args: (round_trip(args[0]),)) for layer in layers]
+        for layer in layers:
+            layer.weight.data = round_trip(layer.weight.data)
+        try:
+            yield
+        finally:
+            for layer, weight, handle in zip(layers, kept, handles, strict=True):
+                layer.weight.data = weight
+                handle.remove()
+
+
+def scenes(epochs: int) -> None:
+    """The main run, as it is and with float8 where no log-density is taken; evaluated alike."""
+
+    def coarse(model: Model, *args: Any, **kwargs: Any) -> Record:
+        plain = model.quickly
+
+        @contextmanager
+        def quickly() -> Iterator[None]:
+            with plain(), rounded(model.module):
+                yield
+
+        with mock.patch.object(model, "quickly", quickly):
+            return rollout(model, *args, **kwargs)
+
+    for name, way in (("float32", rollout), ("float8", coarse)):
+        with tempfile.TemporaryDirectory() as folder, mock.patch("arborl.train.rollout", way):
+            own = [f"log.dir={folder}", "log.trackers=[]", *([f"train.epochs={epochs}"] if epochs else [])]
+            lines = (train(load_config("tree", own)) / "metrics.jsonl").read_text().splitlines()
+        scores = [row["eval/scene"] for row in map(json.loads, lines) if "eval/scene" in row]
+        print(f"scenes, {name}: held-out {scores[0]:.4f} to {scores[-1]:.4f}", flush=True)
 
 
 def transformer(tiny: bool, adapters: bool) -> Any:
@@ -182,6 +239,9 @@ def main() -> None:
         gc.collect()
         if trial == "videos":
             videos(options.tiny)
+            continue
+        if trial == "scenes":
+            scenes(2 if options.tiny else 0)
             continue
         trains = trial in ("update", "budget")
         module = transformer(options.tiny, adapters=trains or trial in ("adapters", "unguarded"))

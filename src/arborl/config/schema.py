@@ -345,7 +345,7 @@ class Config:
     compile: str = knob(
         "auto",
         "Run the model as compiled code (torch.compile): about twice as fast on a GPU, after a minute or two at the "
-        "start. auto does it on a GPU, for models that were measured so (SD3's), where the run is long enough to get "
+        "start. auto does it on a GPU, for models that were measured so (SD3, FLUX, Wan), where the run is long enough to get "
         "that back.",
         choices=("auto", "on", "off"),
     )

@@ -34,6 +34,7 @@ class WanModel(PipelineModel):
     pipeline = "WanPipeline"
     schedulers = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
     video = True
+    compiles_by_itself = True
     t5 = "text_encoder"
     inputs = ("text",)
     default_prompts, heldout_prompts = VIDEOS, HELDOUT_VIDEOS
