@@ -121,18 +121,18 @@ def alike_from(config: Config, model: Model, processes: int, prompt: str) -> int
     add up a narrow product such as an adapter's in another order, and rollout and update would not be one policy.
     """
     plan, share = places(config)[0][1], deal(config.sample, processes).share
-    trained = [len(level.parents) for level in plan.levels if bool(plan.stochastic[level.edges].any())]
-    full = min(settled(config.train.batch_size), max(rows(config, processes)["train.batch_size"], model.least_rows))
-    calls = [count * share for count in (*trained, len(plan.trained_parents))]
-    sizes = {2**power for power in range(full.bit_length())} | {count % full for count in calls}
-    predict, least = _predict(config, model, prompt), full
+    levels = [len(level.parents) * share for level in plan.levels if bool(plan.stochastic[level.edges].any())]
+    seen = [*levels, rows(config, processes)["train.batch_size"]]  # at a time, by rollout and update
+    full = min(settled(config.train.batch_size), max(*seen, model.least_rows))
+    last = {count % full for count in seen} | {2**power for power in range(full.bit_length())}
+    sizes = sorted(size for size in last if model.least_rows <= size < full)
+    predict = _predict(config, model, prompt)
     with model.as_trained(), lora.stirred(model.module):
         expected = predict(full).detach()
-        for size in sorted((s for s in sizes if model.least_rows <= s < full), reverse=True):
-            if not torch.equal(predict(size).detach(), expected[:size]):
-                break
-            least = size
-    return least
+        # All of them, whatever comes of it: split weights need the same calls on every rank.
+        alike = [torch.equal(predict(size).detach(), expected[:size]) for size in sizes]
+    odd = max((number for number, same in enumerate(alike) if not same), default=-1)
+    return [*sizes, full][odd + 1]
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:
@@ -180,7 +180,7 @@ def call(
 
 
 def _predict(config: Config, model: Model, prompt: str) -> Callable[[int], torch.Tensor]:
-    """The model's answer to so many rows of noise. A call of fewer rows has the first of those that a larger one has."""
+    """The model's answer to so many rows of noise, of which a larger call has the same first."""
     cond, time_of_first = model.encode([prompt]), float(places(config)[0][1].timestep[0])
 
     def predict(size: int) -> torch.Tensor:
