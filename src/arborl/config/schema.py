@@ -345,8 +345,8 @@ class Config:
     compile: str = knob(
         "auto",
         "Run the model as compiled code (torch.compile): about twice as fast on a GPU, after a minute or two at the "
-        "start. auto does it on a GPU, for models that were measured so (SD3, FLUX, Wan), where the run is long enough to "
-        "get that back.",
+        "start. auto does it on a GPU, for models that were measured so (SD3, FLUX, Wan), where the run is long enough "
+        "to get that back.",
         choices=("auto", "on", "off"),
     )
     model: ModelConfig = field(default_factory=ModelConfig)
