@@ -226,8 +226,8 @@ def videos(tiny: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = ["plain", "float8", "graphs", "flash", "adapters", "unguarded", "update", "budget", "videos"]
-    parser.add_argument("trials", nargs="*", default=every, help=f"of {', '.join(every)}")
+    every = ["plain", "float8", "graphs", "flash", "adapters", "unguarded", "update", "budget", "videos", "scenes"]
+    parser.add_argument("trials", nargs="*", default=every[:-1], help=f"of {', '.join(every)}")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script")
     options = parser.parse_args()
     peak, sizes = matrix_peak(DEVICE), (2, 4) if options.tiny else (32, 8)

@@ -19,7 +19,7 @@ from arborl.config.schema import Config
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
 from arborl.evaluate import decode_and_score
-from arborl.fit import alike_from, compiles, forward_flops
+from arborl.fit import align, compiles, forward_flops
 from arborl.log import BLOCKS, STAGES, Run, time_split
 from arborl.models import compiled, load_model, lora
 from arborl.plan import make_plan
@@ -33,14 +33,17 @@ from conftest import CPU, make, tiny_overrides
 TEXTS = ["a red house", "a dog"]
 
 
-@given(st.integers(0, 200), st.integers(1, 40), st.booleans(), st.integers(1, 3))
-def test_micro_batches_walk_through_everything_once_with_no_row_alone(count, size, pad, least):
-    found = list(batches(count, size, pad, least))
+@given(st.integers(0, 200), st.integers(1, 40), st.booleans(), st.sets(st.integers(1, 50)).map(sorted))
+def test_micro_batches_walk_through_everything_once_in_calls_of_known_sizes(count, size, pad, sizes):
+    found = list(batches(count, size, pad, sizes))
     walked = [int(row) for batch in found for row in batch.rows[: batch.valid]]
     assert walked == list(range(count))
     for batch in found:
-        assert min(least, size) <= len(batch.rows) <= size
-        assert len(batch.rows) == (size if pad else max(batch.valid, min(least, size)))
+        length = len(batch.rows)
+        assert batch.valid <= length <= size
+        assert length == size or not pad
+        assert length in (size, batch.valid, *sizes)
+        assert not [some for some in sizes if batch.valid <= some < length] or pad
         assert not batch.rows[batch.valid :].any()
 
 
@@ -137,29 +140,33 @@ def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
     assert not record.log_density.requires_grad
 
 
-@pytest.mark.parametrize(("odd", "least"), [((), 2), ((2, 3), 4), ((6,), 8), ((5, 7), 2)])
-def test_trained_rows_come_in_calls_that_are_rounded_alike(tiny_folder, odd, least):
-    """5 and 7 rows are in no call of this tree, so nobody asks how they are rounded."""
-    own = ["tree.s=0", "tree.w=2", "sample.num_prompts=3", "train.batch_size=8", "train.updates=1"]
+@pytest.mark.parametrize("odd", [(), (2, 3), (6,), (3, 5, 6)])
+def test_trained_rows_come_in_calls_that_are_rounded_alike(tiny_folder, odd):
+    own = ["tree.s=0", "tree.w=2", "sample.num_prompts=3", "train.batch_size=8"]
     config, model = make([*tiny_overrides("sd3", tiny_folder("sd3")), *own])
     before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
     adapters = [p for name, p in model.module.named_parameters() if ".lora_B." in name]
-    sizes = []
+    seen, plain = [], model.predict
 
     def answers(x, t, cond):
-        assert all(bool(p.all()) == stirs for p in adapters)
-        sizes.append(len(x))
-        return x * (1.001 if len(x) in odd else 1)
+        seen.append((len(x), all(bool(p.all()) for p in adapters)))
+        return plain(x[:1], t[:1], cond[:1]).expand(x.shape) * (1.001 if len(x) in odd else 1)
 
-    model.predict, model.compiled, stirs = answers, True, True
-    model.alike_from = alike_from(config, model, 1, "a dog")
-    assert model.alike_from == model.least_trained == least
+    model.predict, model.compiled = answers, True
+    told = align(config, model, 1, "a dog")
+    assert seen == [(size, True) for size in (8, *range(2, 8))]
+    assert model.alike == tuple(size for size in range(2, 9) if size not in odd)
+    assert [f"of {', '.join(map(str, odd))} rows would not be rounded like those of 8" in line for line in told] == (
+        [True] if odd else []
+    )
     assert all(torch.equal(p, before[name]) for name, p in model.module.named_parameters())
-    stirs, sizes[:] = False, []
+    seen.clear()
     plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
     cond, ids = model.encode([*TEXTS, "a cat"]), torch.arange(3)
     rollout(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
-    assert sizes[:2] == [max(3, least), max(6, least)]
+    sizes = [size for size, stirred in seen if not stirred]
+    assert sizes[:2] == [min(size for size in model.alike if size >= level) for level in (3, 6)]
+    assert sizes[2:] == [12] * (len(plan.levels) - 2)  # where nothing is trained, as they come
 
 
 def test_merged_adapters_are_the_policy_and_leave_nothing_behind(tiny_folder):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.checkpoint import Ema, State, trainable
+from arborl.checks import steps_of
 from arborl.core.advantage import advantages, back_up
 from arborl.core.loss import clipped_surrogate
 from arborl.core.noise import fold
@@ -327,3 +328,28 @@ def test_ema_follows_and_steps_aside():
     with bench.state.ema.applied():
         assert torch.equal(bench.weights(), average)
     assert torch.equal(bench.weights(), moved)
+
+
+def test_padding_changes_the_size_of_calls_and_nothing_else():
+    """Those of the update, and of the checks that look at a rollout again."""
+    found = []
+    for alike in ((), (5, 6)):
+        bench = Bench([*MIXTURE, "train.batch_size=6"])
+        bench.model.alike, predict, sizes = alike, bench.model.predict, []
+
+        def counted(x, t, cond, predict=predict, sizes=sizes):
+            sizes.append(len(x))
+            return predict(x, t, cond)
+
+        bench.model.predict = counted
+        steps = steps_of(bench.model, bench.record, bench.config)
+        stats = bench.update(bench.advantage())
+        found.append((sizes, [s.chance for s in steps], [s.noise for s in steps], stats, bench.weights()))
+    (sizes, chance, noise, stats, weights), (padded, *same) = found
+    assert min(sizes) < 5
+    assert padded == [max(5, size) for size in sizes]
+    assert same[0] == chance
+    assert same[1] == pytest.approx(noise, rel=1e-5)
+    assert same[2].sums["parents"] == stats.sums["parents"]
+    assert float(same[2].ratio_error) <= 1e-6
+    torch.testing.assert_close(same[3], weights, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
 """The one micro-batch iterator: rollout, update, decoding and scoring all walk through it. And the way to the GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,11 +26,14 @@ def settled(size: int | str) -> int:
     return size
 
 
-def batches(count: int, size: int, pad: bool = False, least: int = 1) -> Iterator[Batch]:
-    """Positions 0..count-1 in runs of `size`; with `pad` the last run has that length too, else at least `least`."""
+def batches(count: int, size: int, pad: bool = False, sizes: Sequence[int] = ()) -> Iterator[Batch]:
+    """Positions 0..count-1 in runs of `size`. The last run is padded to that length if `pad` says so; else to the next
+    of `sizes`, which are in order, if there is one.
+    """
     for start in range(0, count, size):
         index = torch.arange(start, min(start + size, count))
-        valid, full = len(index), size if pad else min(least, size)
+        valid = len(index)
+        full = size if pad else next((some for some in sizes if valid <= some <= size), valid)
         if valid < full:
             index = torch.cat([index, index.new_zeros(full - valid)])
         yield Batch(index, valid)

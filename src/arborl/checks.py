@@ -69,9 +69,9 @@ def steps_of(model: Model, record: Record, config: Config) -> list[Step]:
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
         parents = plan.parent[here].unique()
         rows = torch.cartesian_prod(torch.arange(len(record.latents)), parents)[:size]
-        rows = torch.cat([rows, rows[:1].expand(max(0, min(model.least_trained, size) - len(rows)), 2)])
         edges, row = _edges_below(plan.parent, here, rows)
-        prompt, node = rows.unbind(1)
+        (batch,) = batches(len(rows), size, sizes=model.trained_sizes)
+        prompt, node = rows[batch.rows].unbind(1)
         x = record.latents[prompt, node].to(model.device)
         with model.as_trained():
             v = model.predict(x, like(plan.timestep[node], x), record.cond[prompt.to(model.device)]).detach()

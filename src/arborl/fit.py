@@ -30,6 +30,8 @@ ROOM = 0.9
 """Share of the free memory that a trial may be expected to take."""
 WORTH, SHORT = 5e16, 600.0
 """Operations of a run, and seconds it may take, from which on compiling is worth its minute or two."""
+EACH, EVERY = 16, 8
+"""Rows up to which every size of a call is tried for its rounding, and of the larger ones every so many."""
 GAIN = 0.97
 """A larger size must take at most this share of the time a row takes in a smaller one."""
 
@@ -116,23 +118,24 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
         torch.cuda.synchronize(model.device)
 
 
-def alike_from(config: Config, model: Model, processes: int, prompt: str) -> int:
-    """Rows from which on the update's code rounds as it does with all rows of a micro-batch. With fewer, a library may
-    add up a narrow product such as an adapter's in another order, and rollout and update would not be one policy.
+def align(config: Config, model: Model, processes: int, prompt: str) -> list[str]:
+    """Find the sizes of calls that the update's code rounds alike: trained rows are padded to them from now on.
+
+    A library may add up a narrow product, such as an adapter's, in another order when it has few rows; then rollout and
+    update would not be one policy.
     """
-    plan, share = places(config)[0][1], deal(config.sample, processes).share
-    levels = [len(level.parents) * share for level in plan.levels if bool(plan.stochastic[level.edges].any())]
-    seen = [*levels, rows(config, processes)["train.batch_size"]]  # at a time, by rollout and update
-    full = min(settled(config.train.batch_size), max(*seen, model.least_rows))
-    last = {count % full for count in seen} | {2**power for power in range(full.bit_length())}
-    sizes = sorted(size for size in last if model.least_rows <= size < full)
+    trained = max(len(plan.trained_parents) for _, plan in places(config)) * deal(config.sample, processes).share
+    full = min(settled(config.train.batch_size), max(trained, model.least_rows))
+    sizes = [size for size in range(model.least_rows, full) if size <= EACH or size % EVERY == 0]
     predict = _predict(config, model, prompt)
     with model.as_trained(), lora.stirred(model.module):
         expected = predict(full).detach()
         # All of them, whatever comes of it: split weights need the same calls on every rank.
-        alike = [torch.equal(predict(size).detach(), expected[:size]) for size in sizes]
-    odd = max((number for number, same in enumerate(alike) if not same), default=-1)
-    return [*sizes, full][odd + 1]
+        same = {size: torch.equal(predict(size).detach(), expected[:size]) for size in sizes}
+    model.alike = (*(size for size in sizes if same[size]), full)
+    others = ", ".join(str(size) for size in sizes if not same[size])
+    told = f"calls of {others} rows would not be rounded like those of {full}: where they are trained, they are padded"
+    return [told] if others else []
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:

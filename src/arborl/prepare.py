@@ -29,7 +29,7 @@ from .config import read_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 from .embed import embed, texts_of_a_run
-from .fit import alike_from, compiles, forward_flops, geometry, settle, warm_up
+from .fit import align, compiles, forward_flops, geometry, settle, warm_up
 from .inputs import load_inputs, probe
 from .job import Job
 from .models import Model, load_model
@@ -124,10 +124,8 @@ class Assembled:
             # Split weights need all processes at every call, so there nobody can fail alone.
             with nullcontext() if self.state.sharded else all_or_none(accelerator):
                 warm_up(config, self.model, self.state, accelerator, prompt)
-                self.model.alike_from = alike_from(config, self.model, accelerator.num_processes, prompt)
+                told += align(config, self.model, accelerator.num_processes, prompt)
             seconds = self.compiling + time.perf_counter() - start
-            if (least := self.model.alike_from) > self.model.least_rows:
-                told.append(f"trained rows are computed at least {least} at a time: fewer would be rounded differently")
             told.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
         return [*told, *geometry(config, accelerator.num_processes, self.state.sharded)]
 

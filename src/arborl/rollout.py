@@ -1,6 +1,7 @@
 """All trees of all prompts advance together, a level at a time, one model forward for each parent."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -53,13 +54,13 @@ def rollout(
         # What the update will look at again goes through its own code; the way to the leaves only has to be quick.
         alike = stochastic and trained_batch > 0
         size = trained_batch if alike else settled(config.batch_size)
-        least = model.least_trained if alike else model.least_rows
+        sizes = model.trained_sizes if alike else (model.least_rows,)
         with model.as_trained() if stochastic else model.quickly():
             for level in levels:
                 parents, slot = placed(level.parents, device), placed(level.slot, device)
                 children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
                 x = frontier[:, parents - first]
-                v = predict(model, x, timestep[parents], cond, size, config.pad_batches, least)
+                v = predict(model, x, timestep[parents], cond, size, config.pad_batches, sizes)
                 if clean is not None:
                     clean[parents] = clean_of(to_clean, parents, x[:1], v[:1])[0]
                 gaussian = transition(
@@ -125,14 +126,14 @@ def predict(
     t: Float[Tensor, " n"],
     cond: Cond,
     batch_size: int,
-    pad: bool = False,
-    least: int = 1,
+    pad: bool,
+    sizes: Sequence[int],
 ) -> Float[Tensor, "prompts n *latent"]:
     """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call."""
     prompts, n = x.shape[:2]
     flat, times = x.flatten(0, 1), t.repeat(prompts)
     out = torch.empty_like(flat)
-    for batch in batches(prompts * n, batch_size, pad, least):
+    for batch in batches(prompts * n, batch_size, pad, sizes):
         index = placed(batch.rows, x.device)
         # Detached at once: the next call must find the memory of what a gradient would have needed free.
         v = model.predict(flat[index], times[index], cond[index // n]).detach()

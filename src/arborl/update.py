@@ -90,7 +90,7 @@ def update(
     for part in range(train.updates):
         edges = _edges(record.plan, keep.cpu() & (part_of[:, record.plan.parent] == part))
         queue = list(
-            batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches, model.least_trained)
+            batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches, model.trained_sizes)
         )
         useful = int((advantage[edges.prompt, edges.edge] != 0).any())
         count, useful, calls = _across_ranks(accelerator, len(edges.edge), useful, len(queue))

@@ -62,8 +62,8 @@ class Model(ABC):
         self.config, self.device = config, device
         self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
         self.compiled = False
-        self.alike_from = 1
-        """Rows from which on the update's code rounds as it does with all rows of a micro-batch (`fit.alike_from`)."""
+        self.alike: tuple[int, ...] = ()
+        """Sizes of calls that the update's code rounds alike, in order (`fit.align` finds them); none if not known."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -139,9 +139,9 @@ class Model(ABC):
         return 2 if self.compiled else 1
 
     @property
-    def least_trained(self) -> int:
-        """Rows that a call has at least whose log-densities rollout and update both take, in calls of any size."""
-        return max(self.least_rows, self.alike_from)
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Sizes that calls of trained nodes are padded to, so that rollout and update round alike."""
+        return self.alike or (self.least_rows,)
 
     def compile(self) -> list[str]:
         """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
