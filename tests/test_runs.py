@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from accelerate import Accelerator
 
 import arborl.job as job_module
-import arborl.train as loop
 from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
@@ -126,8 +126,9 @@ def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, 
         "log.record_every=0",
         f"log.dir={tmp_path}",
     ]
-    loop.train(load_config("mixture", settings))
+    train(load_config("mixture", settings))
     assert "ratio" not in capsys.readouterr().err
+    loop = sys.modules[train.__module__]
     honest = loop.update
 
     def meddled(model, *rest):
@@ -136,7 +137,7 @@ def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, 
         return honest(model, *rest)
 
     monkeypatch.setattr(loop, "update", meddled)
-    run = loop.train(load_config("mixture", settings))
+    run = train(load_config("mixture", settings))
     messages = capsys.readouterr().err
     assert messages.count("the first update's ratio is off by") == 1
     assert timeless(run)[0]["ratio_error"] > 1e-4

@@ -109,7 +109,7 @@ class Run:
             sync(self.folder / "metrics.jsonl")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return read_rows(self.folder)
+        return read_metrics(self.folder)
 
     def close(self) -> None:
         """Finish the trackers. The process group stays: taking gloo's apart may wait for ever (pytorch/pytorch#179291),
@@ -154,7 +154,7 @@ def write_whole(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl; a last one that a kill cut short is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]

@@ -62,6 +62,11 @@ def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     return plans.PLANS[config.tree.plan](schedule, kernel, epoch, **knobs)
 
 
+def plan_at(config: Config, epoch: int = 0) -> Plan:
+    """The trees of one prompt at an epoch, on the model's own noise levels; loads no weights."""
+    return make_plan(config, grid(config, config.sample.num_steps), epoch)
+
+
 def window_positions(config: Config, schedule: Schedule) -> int:
     """How many places the plan's moving window has; 1 where none moves."""
     tree = config.tree

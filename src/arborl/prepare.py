@@ -94,7 +94,7 @@ def check_goes_on(config: Config, run: Path, epoch: int) -> None:
     train, over = config.train, (run / "summary.json").exists()
     if train.epochs < epoch or (train.epochs == epoch and over):
         raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", "more, to go on")
-    used = sum(log.training_seconds(row) for row in log.read_rows(run) if row["epoch"] < epoch)
+    used = sum(log.training_seconds(row) for row in log.read_metrics(run) if row["epoch"] < epoch)
     if 0 < train.max_seconds <= used and over:
         problem = f"the run has trained for {used:.0f} s already"
         raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")

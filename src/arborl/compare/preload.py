@@ -14,6 +14,6 @@ with quiet_libraries():
 
     diffusers.StableDiffusion3Pipeline  # noqa: B018 (diffusers imports what it is asked for)
 
-from .. import train  # noqa: E402, F401
+from ..train import train  # noqa: E402, F401
 
 gc.freeze()  # runs share these pages as long as nobody looks through them

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..core.errors import InputError
-from ..log import read_rows, training_seconds
+from ..log import read_metrics, training_seconds
 from ..plan import BACKWARD_COST
 from .runs import Cell, Protocol, Run
 
@@ -127,7 +127,7 @@ def curve(run: Run) -> list[Point]:
     points: list[Point] = []
     compute = seconds = 0.0
     name = f"eval/{next(iter(run.config.rewards))}"
-    for row in read_rows(run.folder):
+    for row in read_metrics(run.folder):
         if row.get(name) is not None:
             points.append(Point(compute, seconds, row[name], row[f"{name}_stderr"]))
         if "forwards" in row:
