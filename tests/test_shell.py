@@ -159,6 +159,7 @@ def recorded(leaves_without_score: bool = False) -> RecordedTree:
         log_density=torch.randn(plan.edges),
         advantage=torch.randn(plan.edges).double(),
         kept=plan.stochastic,
+        ratio=torch.where(plan.stochastic, 1.0, torch.nan),
         shown=plan.shown,
         scores={"place": scores, "total": scores.double()},
         pictures=torch.randint(0, 255, (len(plan.shown), 3, 8, 8), dtype=torch.uint8),
@@ -184,8 +185,8 @@ class TestRecordedTrees:
         stem = tmp_path / "t"
         recorded().save(stem)
         json_text = stem.with_suffix(".json").read_text()
-        stem.with_suffix(".json").write_text(json_text.replace('"version": 2', '"version": 3'))
-        with pytest.raises(InputError, match=r"version 3.*version 2"):
+        stem.with_suffix(".json").write_text(json_text.replace('"version": 3', '"version": 4'))
+        with pytest.raises(InputError, match=r"version 4.*version 3"):
             RecordedTree.load(stem)
         stem.with_suffix(".json").write_text(json_text)
         stem.with_suffix(".safetensors").write_bytes(b"nothing")

@@ -165,31 +165,42 @@ def _level_sigmas(plan: Plan) -> list[float]:
 MARGIN, CAPTION, CELL = 6, 56, 128
 """A sheet's measures in pixels: between pictures, below them, and a picture's side."""
 
+Box = tuple[int, int, int, int]
+"""Where a picture lies: left, top, right, bottom."""
 
-def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -> None:
-    """Pictures (uint8, n×3×H×W) in a grid, each with its caption below, as a PNG."""
-    columns = max(1, min(columns, len(pictures)))
+
+def cell_of(pictures: Tensor) -> int:
+    """A picture's side on a sheet: large ones get twice the room."""
+    return CELL if max(pictures.shape[-2:]) < 2 * CELL else 2 * CELL
+
+
+def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -> list[Box]:
+    """Pictures (uint8, n×3×H×W) in a grid, each with its caption below, as a PNG; where each of them lies."""
+    columns, cell = max(1, min(columns, len(pictures))), cell_of(pictures)
     rows = -(-len(pictures) // columns)
-    size = (columns * (CELL + MARGIN) + MARGIN, rows * (CELL + CAPTION + MARGIN) + MARGIN)
+    size = (columns * (cell + MARGIN) + MARGIN, rows * (cell + CAPTION + MARGIN) + MARGIN)
     canvas = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(11)
+    boxes: list[Box] = []
     for i, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
-        x, y = MARGIN + i % columns * (CELL + MARGIN), MARGIN + i // columns * (CELL + CAPTION + MARGIN)
+        x, y = MARGIN + i % columns * (cell + MARGIN), MARGIN + i // columns * (cell + CAPTION + MARGIN)
         image = Image.fromarray(picture.permute(1, 2, 0).numpy())
         longer = max(image.size)
-        how = Image.Resampling.NEAREST if longer < CELL else Image.Resampling.LANCZOS
-        image = image.resize((CELL * image.width // longer, CELL * image.height // longer), how)
-        canvas.paste(image, (x, y + CELL - image.height))  # at its caption
-        for line, part in enumerate(textwrap.wrap(text, 20, max_lines=4, placeholder="…")):
-            draw.text((x, y + CELL + 2 + 13 * line), part, fill="black", font=font)
+        how = Image.Resampling.NEAREST if longer < cell else Image.Resampling.LANCZOS
+        image = image.resize((cell * image.width // longer, cell * image.height // longer), how)
+        boxes.append((x, y + cell - image.height, x + image.width, y + cell))  # at its caption
+        canvas.paste(image, boxes[-1])
+        for line, part in enumerate(textwrap.wrap(text, 20 * cell // CELL, max_lines=4, placeholder="…")):
+            draw.text((x, y + cell + 2 + 13 * line), part, fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.save(path)
+    return boxes
 
 
-def interleave(sheets: list[Path], names: list[str], path: Path) -> None:
+def interleave(sheets: list[Path], names: list[str], path: Path, cell: int = CELL) -> None:
     """Sheets of the same captions in one picture, row by row, each row under its sheet's name."""
     pages = [Image.open(sheet).convert("RGB") for sheet in sheets]
-    row, title = CELL + CAPTION + MARGIN, 18
+    row, title = cell + CAPTION + MARGIN, 18
     rows = min(page.height for page in pages) // row
     width = max(page.width for page in pages)
     canvas = Image.new("RGB", (width, rows * (len(pages) * (row + title) + 2 * MARGIN)), "white")

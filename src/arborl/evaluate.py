@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -123,6 +123,14 @@ class Evaluation:
     captions: list[str]
     scores: list[float]  # of those pictures, by the first reward
     values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Prompt and scores of each of the first pictures, as JSON has them."""
+        scores = {name: values.tolist() for name, values in self.values.items() if not name.startswith("pictures/")}
+        return [
+            {"prompt": text, "scores": {name: None if v[i] != v[i] else v[i] for name, v in scores.items()}}
+            for i, text in enumerate(self.captions)
+        ]
 
     def metrics(self) -> dict[str, float]:
         found = {f"eval/{name}": value for name, value in self.mean.items()}

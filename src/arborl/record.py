@@ -16,7 +16,7 @@ from .core.schedule import Schedule
 from .core.tree import Plan
 from .models.base import Cond, Model
 
-VERSION = 2
+VERSION, READABLE = 3, (2, 3)  # version 2 has no ratios
 LEVELS = ("sigma", "sigma_next", "timestep")
 
 
@@ -48,6 +48,7 @@ class RecordedTree:
     log_density: Float[Tensor, " edges"]
     advantage: Float[Tensor, " edges"]  # NaN where no leaf below has a score
     kept: Bool[Tensor, " edges"]  # the edges the update trained
+    ratio: Float[Tensor, " edges"]  # new over old density when the update came to the edge; NaN where it did not
     scores: dict[str, Float[Tensor, " leaves"]]  # per reward, and `total`
     shown: Int[Tensor, " shown"]  # the nodes that have a picture
     pictures: Tensor  # theirs, uint8, shown×3×H×W, small: x̂0 at inner nodes, the picture itself at leaves
@@ -66,6 +67,7 @@ class RecordedTree:
             "log_density": self.log_density,
             "advantage": self.advantage,
             "kept": self.kept,
+            "ratio": self.ratio,
             "shown": self.shown,
             "pictures": self.pictures,
             "latents": self.latents,
@@ -97,15 +99,17 @@ class RecordedTree:
             tensors = load_file(stem.with_suffix(".safetensors"))
         except (OSError, json.JSONDecodeError, SafetensorError) as error:
             raise InputError("tree file", stem, f"cannot be read ({error})") from None
-        if head.get("format") != "arborl.tree" or head.get("version") != VERSION:
+        if head.get("format") != "arborl.tree" or head.get("version") not in READABLE:
             found = f"{head.get('format')} version {head.get('version')}"
             raise InputError("tree file", stem, f"is {found}", f"arborl.tree version {VERSION}")
+        tensors.setdefault("ratio", torch.full_like(tensors["log_density"], torch.nan))
         levels = {name: tensors[f"schedule.{name}"] for name in LEVELS}
         schedule = Schedule(**levels, prediction=head["prediction"])
         arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa", "multistep"))
         plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
         scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
-        own = {name: tensors[name] for name in ("log_density", "advantage", "kept", "shown", "pictures", "latents")}
+        names = ("log_density", "advantage", "kept", "ratio", "shown", "pictures", "latents")
+        own = {name: tensors[name] for name in names}
         return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
 
 

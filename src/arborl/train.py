@@ -52,8 +52,6 @@ def run_epochs(job: Job) -> Path:
                 job.look_at(record, scores, share)
                 advantage = job.advantage(plan, scores, record)
                 keep = prune(plan, advantage, pruning(config, plan, epoch), key, share.ids)
-            with run.stage("record"), together.alone():
-                job.keep_tree_if_due(epoch, share, record, scores, advantage, keep)
             # Weights, averages, counters and metrics move on together or not at all.
             with together.held():
                 with run.stage("update"):
@@ -63,6 +61,8 @@ def run_epochs(job: Job) -> Path:
                 metrics = job.complete_epoch(plan, scores, advantage, stats, share)
                 with together.alone():
                     bar.advance(run.log(epoch, metrics | evaluation))
+            with run.stage("record"), together.alone():
+                job.keep_tree_if_due(epoch, share, record, scores, advantage, keep, stats)
             job.stop_if_broken(stats)
             with run.stage("checkpoint"):
                 job.save_if_due()

@@ -46,6 +46,7 @@ class Stats:
     broken: int = 0  # the gradient was not finite
     reached: dict[str, bool] = field(default_factory=dict)  # kinds of layers, and whether a gradient came to them
     unequal: list[str] = field(default_factory=list)  # parameters whose gradients differed between ranks
+    ratios: Tensor | None = None  # of the first prompt's edges, NaN where not trained; where its trees are recorded
 
     def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
@@ -86,6 +87,8 @@ def update(
     `examine` looks where the first two steps' gradients came to, and whether all ranks have the same.
     """
     stats, train = Stats(), config.train
+    if record.clean is not None:
+        stats.ratios = torch.full((record.plan.edges,), torch.nan, device=model.device)
     part_of = _partition(record.plan, share.total, train.updates, key)[share.ids.clamp_max(share.total - 1)]
     for part in range(train.updates):
         edges = _edges(record.plan, keep.cpu() & (part_of[:, record.plan.parent] == part))
@@ -202,6 +205,9 @@ def _loss(
     ratio = seen["ratio"]
     if first:
         stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())
+    if stats.ratios is not None:
+        own = (batch.prompt == 0).nonzero().squeeze(1)
+        stats.ratios[placed(batch.edge[own], device)] = ratio.detach().float()[placed(own, device)]
     stats.add(
         edges=len(row),
         parents=len(torch.unique(batch.row)),

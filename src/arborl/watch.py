@@ -90,7 +90,7 @@ def hacking(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, float], wat
     fallen = [name for name in watched if now in whole[name] and _change([best(rows, name)], now, name) < 0]
     worse = [f"{name} {_shown(best(rows, name), name)} -> {_shown(now, name)}" for name in fallen]
     for name, (left, added) in LIMITS.items():
-        first, last = _statistic(rows, name)
+        first, last = statistic(rows, name)
         if first is None or last is None:
             continue
         if (added and last > first + added) or (left and last < first * left):
@@ -112,7 +112,7 @@ def _change(before: Sequence[Mapping[str, Any] | None], now: Mapping[str, Any], 
     return (change > 0) - (change < 0) if abs(change) > SIGMAS * error else 0
 
 
-def _statistic(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
+def statistic(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
     """A statistic at first and at last; of the leaves' diversity, which every epoch has and a moving window moves, the
     mean between two evaluations.
     """

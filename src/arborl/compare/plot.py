@@ -1,12 +1,11 @@
 """A comparison for the eye: score against compute and against seconds, and who holds the front."""
 
-import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import Comparison, Point, Row, mean_curve, pareto
+from .results import Comparison, Point, Row, band, mean_curve, pareto
 
 COLOURS = (
     "#1b6ca8", "#d1495b", "#2e933c", "#8e5ea2", "#e39a2d", "#3a9da6", "#7a5230", "#e377c2", "#6b7280", "#a3b118",
@@ -54,13 +53,10 @@ def plot(comparison: Comparison, path: Path) -> Path:
 
 def _band(axes: Any, lines: Sequence[Sequence[Point]], across: str, colour: str, label: str) -> None:
     """The mean over seeds, evaluation by evaluation, and its standard error."""
-    shared = min(len(line) for line in lines)
-    x = [statistics.mean(getattr(line[i], across) for line in lines) for i in range(shared)]
-    y = [statistics.mean(line[i].score for line in lines) for i in range(shared)]
+    x, y, errors = zip(*band(lines, across), strict=True)
     axes.plot(x, y, color=colour, label=label, lw=1.8, marker=".", ms=4)
     if len(lines) > 1:
-        error = [statistics.stdev(line[i].score for line in lines) / len(lines) ** 0.5 for i in range(shared)]
-        low, high = ([v + sign * e for v, e in zip(y, error, strict=True)] for sign in (-1, 1))
+        low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
 
 

@@ -59,10 +59,22 @@ class Comparison:
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
-    def as_markdown(self) -> str:
-        """The table, and what it needs to be read."""
+    @classmethod
+    def from_json(cls, text: str) -> "Comparison":
+        """What `as_json` wrote. JSON's keys are texts; seeds are numbers again."""
+        given = json.loads(text)
+        rows: list[Row] = []
+        for row in given["rows"]:
+            curves = {int(seed): [Point(**point) for point in line] for seed, line in row["curves"].items()}
+            scores = {int(seed): score for seed, score in row["scores"].items()}
+            rows.append(Row(**row | {"curves": curves, "scores": scores}))
+        protocol = {name: tuple(v) if isinstance(v, list) else v for name, v in given["protocol"].items()}
+        return cls(**given | {"protocol": Protocol(**protocol), "rows": rows})
+
+    def table(self, code: Callable[[str], str] = str) -> list[list[str]]:
+        """A row of titles and one for each cell, the best first; `code` marks what a user would type."""
         columns: dict[str, Callable[[Row], str]] = {
-            "cell": lambda row: f"`{row.cell}`",
+            "cell": lambda row: code(row.cell),
             "seeds": lambda row: str(len(row.seeds)),
             "epochs": lambda row: f"{row.epochs:.0f}",
             f"{self.reward} before": lambda row: f"{row.before:.3f}",
@@ -77,21 +89,32 @@ class Comparison:
             "peak memory": lambda row: f"{row.peak_memory / 2**20:.0f} MiB",
         }
         if base := next((row for row in self.rows if row.cell == self.baseline), None):
-            columns[f"compute to reach the {self.target:.3f} of `{base.cell}`"] = lambda row: (
+            columns[f"compute to reach the {self.target:.3f} of {code(base.cell)}"] = lambda row: (
                 "never"
                 if row.compute_to_baseline is None
                 else f"{_short(row.compute_to_baseline)} ({row.compute_to_baseline / base.compute:.2f}×)"
             )
         rows = sorted(self.rows, key=lambda row: -row.score_at_equal_compute)
-        table = [list(columns), ["---"] * len(columns), *([show(row) for show in columns.values()] for row in rows)]
+        return [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+
+    def notes(self, code: Callable[[str], str] = str) -> str:
+        """What the table needs to be read."""
         budget = f"{_short(self.protocol.compute)} forwards" if self.protocol.compute else f"{self.protocol.seconds} s"
-        common = " ".join(f"`{text}`" for text in self.protocol.common) or "none"
-        notes = (
+        common = " ".join(map(code, self.protocol.common)) or "none"
+        return (
             f"Budget of a run: {budget} (a forward counts 1, a forward+backward {BACKWARD_COST}; evaluation apart). "
             f"Settings of all cells: {common}. Scores are means over seeds ± standard error over seeds, of pictures by "
             "the ODE; compute to reach a score is linear between the evaluations of the mean over seeds."
         )
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in table) + f"\n\n{notes}\n"
+
+    def as_markdown(self) -> str:
+        head, *rows = self.table(_code)
+        lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+        return "\n".join(lines) + f"\n\n{self.notes(_code)}\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
 
 
 def _pm(value: float, error: float | None) -> str:
@@ -185,6 +208,15 @@ def mean_curve(lines: Sequence[Sequence[Point]]) -> list[tuple[float, float]]:
     return [(compute, statistics.mean(score_at(line, compute) for line in lines)) for compute in grid]
 
 
+def band(lines: Sequence[Sequence[Point]], across: str) -> list[tuple[float, float, float | None]]:
+    """Evaluation by evaluation, as far as all seeds go: where it stands, the mean score and its standard error."""
+    found: list[tuple[float, float, float | None]] = []
+    for points in zip(*lines, strict=False):
+        scores = [point.score for point in points]
+        found.append((statistics.mean(getattr(p, across) for p in points), statistics.mean(scores), _stderr(scores)))
+    return found
+
+
 def reached(line: Sequence[tuple[float, float]], target: float) -> float | None:
     """The compute at which a curve first comes to a score, linear between its points; None where it never does."""
     if line[0][1] >= target:
@@ -206,7 +238,8 @@ def pareto(rows: Sequence[Row]) -> list[tuple[float, float, str]]:
 
 
 def write(comparison: Comparison, out: Path) -> list[Path]:
-    """compare.md, compare.json and compare.png, each complete or not there."""
+    """compare.md, compare.json, compare.png and report.html, each complete or not there."""
+    from ..report import write_report
     from .plot import plot
 
     written: list[Path] = []
@@ -215,4 +248,4 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
         aside.write_text(text, encoding="utf-8")
         written.append(aside.replace(out / name))
     written.append(plot(comparison, out / "compare.png"))
-    return written
+    return [*written, write_report(out)]

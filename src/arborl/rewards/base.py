@@ -191,9 +191,8 @@ def load_rewards(
     Weights are looked for and not read: that is for the first call, on the pictures' device. `pipeline` is the model
     that is trained, whose tokenizer may serve a reward too.
     """
-    weights = {name: _weight(config, name in watched) for name, config in configs.items()}
+    weights = weights_of(configs, watched)
     configs = {**configs, **{name: RewardConfig() for name in watched if name not in configs}}
-    weights |= {name: 0.0 for name in configs if name not in weights}
     if not configs:
         raise InputError(
             "rewards",
@@ -222,8 +221,10 @@ def load_rewards(
     return Rewards(functions, weights, how, frozenset(name for name in watched if weights[name] == 0))
 
 
-def _weight(config: RewardConfig, watched: bool) -> float:
-    return config.weight if config.weight is not None else float(not watched)
+def weights_of(configs: Mapping[str, RewardConfig], watched: Collection[str]) -> dict[str, float]:
+    """The weight of every configured or watched reward; without one of its own, what is watched is not trained."""
+    own = {name: config.weight for name, config in configs.items() if config.weight is not None}
+    return {name: own.get(name, float(name not in watched)) for name in [*configs, *watched]}
 
 
 def make_reward(name: str, config: RewardConfig, pipeline: str = "") -> Reward:

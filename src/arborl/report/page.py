@@ -1,0 +1,67 @@
+"""From data to a page. Data is text of anyone's: it reaches the page as JSON and is shown as text, never as markup.
+
+A content security policy names the page's own scripts by their digests, so that nothing else in it could run, and
+allows no address but those of pictures inside it.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ..log import write_whole
+from .comparison import comparison_data, is_comparison
+from .data import run_data
+
+STATIC = Path(__file__).parent / "static"
+SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js")
+OWN = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the page of a run's folder, or of a comparison's, shows."""
+    return comparison_data(folder) if is_comparison(folder) else run_data(folder)
+
+
+def write_report(folder: Path, to: Path | None = None) -> Path:
+    """Write the page of a run or a comparison, into its folder if nothing else is said; complete or not at all."""
+    to = to or folder / "report.html"
+    write_whole(to, render(read(folder)))
+    return to
+
+
+def render(data: dict[str, Any], live: bool = False) -> str:
+    """A whole page: everything it needs is inside it."""
+    scripts = [_static(name) for name in (*SCRIPTS, *OWN[data["kind"]])]
+    digests = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
+    policy = {"default-src": "'none'", "img-src": "data:", "style-src": "'unsafe-inline'", "script-src": digests}
+    policy |= {"connect-src": "'self'" if live else "'none'", "base-uri": "'none'", "form-action": "'none'"}
+    return _template().render(
+        data=data,
+        live=live,
+        policy="; ".join(f"{name} {sources}" for name, sources in policy.items()),
+        style=_static("report.css"),
+        scripts=scripts,
+    )
+
+
+@cache
+def digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@cache
+def _static(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(STATIC), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("page.html")

@@ -1,0 +1,139 @@
+"use strict";
+// A run's page, from top to bottom.
+
+function head(host, data) {
+  const { metrics, summary } = data, reward = data.rewards[0]?.name;
+  const evaluations = pointsOf(metrics, `eval/${reward}`, `eval/${reward}_stderr`);
+  const done = data.finished && summary ? summary.epochs : Math.max(0, ...metrics.epoch.map((epoch) => epoch + 1));
+  const facts = [
+    ["state", data.finished ? "finished" : "not finished"],
+    ["epochs", data.epochs === null || data.finished ? num(done) : `${num(done)} of ${num(data.epochs)}`],
+    ["time", seconds(d3.sum(metrics.step_time || []))],
+    ["forwards", count(d3.max(metrics.forwards || []) ?? 0)],
+    ["forward+backwards", count(d3.max(metrics.forward_backwards || []) ?? 0)],
+    summary ? ["peak memory", `${num(summary.peak_memory / 2 ** 30, 3)} GiB`] : null,
+  ].filter(Boolean);
+  const [before, after] = [evaluations[0], evaluations.at(-1)];
+  host.replaceChildren(
+    h("h1", {}, data.name),
+    evaluations.length > 1
+      ? h("p", { class: "headline" }, `held-out ${reward} `, h("b", {}, plusMinus(before.y, before.error)), " → ", h("b", {}, plusMinus(after.y, after.error)), ` after ${num(after.x)} epochs`)
+      : h("p", { class: "headline" }, evaluations.length ? `held-out ${reward} ${plusMinus(before.y, before.error)} at the start` : "no evaluation yet"),
+    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    ...signsOf(data),
+  );
+}
+
+function signsOf(data) {
+  const signs = data.watch.signs.at(-1);
+  return signs ? [h("p", { class: "warning", role: "note" }, `After ${signs.epoch} epochs this looks like reward hacking: ${signs.signs[0]}, but ${signs.signs.slice(1).join(", ")}.`)] : [];
+}
+
+function curvesSection(host, data) {
+  const { metrics } = data, trained = data.rewards.filter((reward) => reward.weight);
+  const name = trained[0]?.name, several = trained.length > 1;
+  lineChart(host, {
+    title: several ? "leaf score: the weighted sum that is optimised" : `${name}: training leaves and held-out pictures`, height: 280,
+    series: [
+      { name: "training leaves", points: pointsOf(metrics, "reward", "reward_stderr"), colour: INK[4] },
+      ...(several ? [] : [{ name: "held-out, by ODE", points: pointsOf(metrics, `eval/${name}`, `eval/${name}_stderr`), colour: INK[0] }]),
+    ],
+    note: "Bands are standard errors: over prompts for training leaves, over pictures for held-out ones. Held-out pictures are of fixed seeds, so points of one run move together.",
+  });
+  return metrics.epoch.length > 0;
+}
+
+function rewardsSection(host, data) {
+  const { metrics } = data, grid = h("div", { class: "charts" });
+  host.append(grid);
+  let shown = 0;
+  for (const { name, weight } of data.rewards) {
+    const parts = Object.keys(metrics).map((key) => key.match(/^rewards\/([^/]+)\/(.+)\/mean$/)).filter((found) => found && found[1] === name).map((found) => found[2]);
+    const what = weight ? `${name}, weight ${num(weight)}` : `${name}, watched and not trained`;
+    shown += lineChart(grid, {
+      title: what,
+      series: [
+        { name: "training leaves", points: pointsOf(metrics, `rewards/${name}/mean`, `rewards/${name}/stderr`), colour: INK[4] },
+        { name: "held-out", points: pointsOf(metrics, `eval/${name}`, `eval/${name}_stderr`), colour: INK[0] },
+      ],
+    });
+    shown += lineChart(grid, {
+      title: `${name}, its parts on training leaves`,
+      series: parts.map((part) => ({ name: part, points: pointsOf(metrics, `rewards/${name}/${part}/mean`, `rewards/${name}/${part}/stderr`) })),
+    });
+  }
+  return shown > 0;
+}
+
+function watchSection(host, data) {
+  const { metrics, watch } = data;
+  const told = watch.signs.length
+    ? `Signs of reward hacking after ${watch.signs.map((sign) => sign.epoch).join(", ")} epochs.`
+    : "No sign of reward hacking so far: no watched reward has fallen, and the pictures' statistics are within their bounds.";
+  host.append(h("p", { class: watch.signs.length ? "warning" : "note" }, told, watch.watched.length ? ` Watched: ${watch.watched.join(", ")}.` : " No other reward is watched (eval.rewards)."));
+  const grid = h("div", { class: "charts" });
+  host.append(grid);
+  const titles = { dark: "dark pixels, share", saturated: "saturated pixels, share", entropy: "colour entropy, bits", edges: "pixels on an edge, share" };
+  let shown = 0;
+  for (const [name, title] of Object.entries(titles)) {
+    shown += lineChart(grid, { title, height: 170, bounds: watch.bounds[name], series: [{ name: "held-out pictures", points: pointsOf(metrics, `eval/pictures/${name}`, `eval/pictures/${name}_stderr`) }] });
+  }
+  shown += lineChart(grid, { title: "diversity of a prompt's leaves", height: 170, bounds: watch.bounds.diversity, series: [{ name: "training leaves", points: pointsOf(metrics, "diversity"), colour: INK[4] }] });
+  shown += lineChart(grid, { title: "spread of scores within a prompt", height: 170, series: [{ name: "training leaves", points: pointsOf(metrics, "reward_std"), colour: INK[4] }] });
+  return shown > 0;
+}
+
+function updateSection(host, data) {
+  const grid = h("div", { class: "charts" });
+  host.append(grid);
+  const titles = {
+    ratio_error: "first ratio, distance from 1", ratio: "mean ratio", clip_ratio: "edges held back by the clip, share", approx_kl: "KL to the rollout's policy",
+    kl: "KL to the base model", grad_norm: "gradient norm", advantage_abs: "mean |advantage|", window: "first step of the window",
+  };
+  let shown = 0;
+  for (const [name, title] of Object.entries(titles)) {
+    shown += lineChart(grid, { title, height: 150, series: [{ name, points: pointsOf(data.metrics, name), colour: INK[5] }] });
+  }
+  return shown > 0;
+}
+
+const anyView = { name: "loss" };
+
+function anySection(host, data) {
+  const names = Object.keys(data.metrics).filter((name) => name !== "epoch" && !name.endsWith("stderr")).sort();
+  if (!names.includes(anyView.name)) anyView.name = names[0];
+  if (!names.length) return false;
+  const chart = h("div", {});
+  const show = () => {
+    chart.replaceChildren();
+    const error = anyView.name.endsWith("/mean") ? anyView.name.replace(/mean$/, "stderr") : `${anyView.name}_stderr`;
+    lineChart(chart, { title: anyView.name, series: [{ name: anyView.name, points: pointsOf(data.metrics, anyView.name, error), colour: INK[3] }] });
+  };
+  const choice = h("select", { id: "any", "data-focus": "any", onchange: () => { anyView.name = choice.value; show(); } },
+    names.map((name) => h("option", { value: name, selected: name === anyView.name }, name)));
+  host.append(h("p", {}, h("label", { for: "any" }, "metric "), choice, h("span", { class: "note" }, " docs/metrics.md says what each one means")), chart);
+  show();
+  return true;
+}
+
+function settingsSection(host, data) {
+  const table = (rows, last) => h("table", { class: "settings" },
+    h("thead", {}, h("tr", {}, ["setting", "value", last].map((name) => h("th", {}, name)))),
+    h("tbody", {}, rows.map((row) => h("tr", { title: row.says }, h("td", {}, h("code", {}, row.key)), h("td", {}, h("code", {}, row.value)),
+      h("td", {}, last === "usually" ? h("code", {}, row.usual) : row.says)))));
+  const changed = data.settings.filter((row) => row.usual !== null);
+  host.append(changed.length ? table(changed, "usually") : h("p", { class: "note" }, "All as `arborl train` alone has them."),
+    h("details", {}, h("summary", {}, `all ${data.settings.length} settings`), table(data.settings, "what it is")));
+  return true;
+}
+
+section("curves", "Reward", curvesSection);
+section("tree", "Tree", treeSection);
+section("pictures", "Pictures", picturesSection);
+section("rewards", "Each reward", rewardsSection);
+section("watch", "Reward hacking", watchSection);
+section("update", "Update", updateSection);
+section("time", "Time", timeChart);
+section("any", "Any metric", anySection);
+section("settings", "Settings", settingsSection);
+start(head);
