@@ -57,6 +57,8 @@ from arborl.scenes import FOLDER  # noqa: E402
 from arborl.scenes.grammar import split  # noqa: E402
 from bench.pipelines import build  # noqa: E402
 
+from browser import MISSING  # noqa: E402
+
 CPU = torch.device("cpu")
 
 
@@ -150,3 +152,10 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tests that are left out for want of a browser are no small print."""
+    reasons = {str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())}
+    if any(MISSING in reason for reason in reasons):
+        terminalreporter.write_line(f"WARNING: {MISSING}", red=True, bold=True)

@@ -9,7 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.core.advantage import advantages, back_up, combine, mean_below, zscore, zscore_within
+from arborl.core.advantage import (
+    ADVANTAGES,
+    advantages,
+    back_up,
+    combine,
+    depth,
+    flat,
+    mean_below,
+    tree,
+    zscore,
+    zscore_within,
+)
 from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
@@ -48,8 +59,8 @@ def test_backup_is_the_naive_recursion(data: st.DataObject, temperature: float, 
     leaves, edges = len(plan.leaves), plan.edges
     scores = torch.tensor(data.draw(st.lists(values, min_size=2 * leaves, max_size=2 * leaves))).view(2, leaves)
     density = torch.tensor(data.draw(st.lists(st.floats(-5, 5), min_size=2 * edges, max_size=2 * edges))).view(2, edges)
-    found = advantages("tree", plan, scores, density, 1e9, temperature=temperature, backup="softmax")
-    even = advantages("tree", plan, scores, density, 1e9, temperature=temperature, backup="mean")
+    found = advantages(tree, plan, scores, density, 1e9, temperature=temperature, backup="softmax")
+    even = advantages(tree, plan, scores, density, 1e9, temperature=temperature, backup="mean")
     for row in range(2):
         z = zscore(scores[row]).tolist()
         expected = torch.tensor(naive_backup(plan, z, (density[row].double() / temperature).tolist())).double()
@@ -65,7 +76,7 @@ def test_a_tree_worked_by_hand():
     density = torch.tensor([[0.0, 0.0, 0.0, log3, log3, 0.0, 0, 0, 0, 0]])  # weights 1:3 and 3:1 at the second split
     z = [(s - 3) / math.sqrt(3.5) for s in (1.0, 2.0, 3.0, 6.0)]
     expected = [(z[0] + 3 * z[1]) / 4, (3 * z[2] + z[3]) / 4, *z, *z]
-    found = advantages("tree", plan, scores, density, 5.0, temperature=1.0, backup="softmax")
+    found = advantages(tree, plan, scores, density, 5.0, temperature=1.0, backup="softmax")
     torch.testing.assert_close(found[0], torch.tensor(expected).double())
 
 
@@ -73,9 +84,9 @@ def test_a_tree_worked_by_hand():
 def test_branching_at_the_root_alone_is_flat_grpo(data: st.DataObject, k: int):
     scores = torch.tensor([data.draw(st.lists(SCORES, min_size=k, max_size=k))]).double()
     rooted = grow(shifted(3, 3.0), "flow_sde", 1, [k, 1, 1], [0.5, 0.0, 0.0])
-    flat = grow(shifted(3, 3.0), "flow_sde", k, [1, 1, 1], [0.5, 0.5, 0.0])
-    by_tree = advantages("tree", rooted, scores, torch.randn(1, rooted.edges), 5.0, **DEFAULTS)
-    by_flat = advantages("flat", flat, scores, torch.randn(1, flat.edges), 5.0, **DEFAULTS)
+    apart = grow(shifted(3, 3.0), "flow_sde", k, [1, 1, 1], [0.5, 0.5, 0.0])
+    by_tree = advantages(tree, rooted, scores, torch.randn(1, rooted.edges), 5.0, **DEFAULTS)
+    by_flat = advantages(flat, apart, scores, torch.randn(1, apart.edges), 5.0, **DEFAULTS)
     grpo = (scores - scores.mean()) / scores.std(correction=0) if scores.std(correction=0) > 1e-6 else scores * 0
     torch.testing.assert_close(by_tree[:, :k], grpo)
     torch.testing.assert_close(by_tree, by_flat)
@@ -85,7 +96,7 @@ def test_branching_at_the_root_alone_is_flat_grpo(data: st.DataObject, k: int):
 @pytest.mark.parametrize("name", ["tree", "flat", "depth"])
 def test_equal_scores_give_zero_also_where_float32_sums_are_not_exact(name: str, value: float):
     plan = grow(shifted(4, 3.0), "flow_sde", 2, [3, 3, 1, 1], [0.5, 0.5, 0.0, 0.0])
-    found = advantages(name, plan, torch.full((2, 18), value), torch.randn(2, plan.edges), 5.0, **DEFAULTS)
+    found = advantages(ADVANTAGES[name], plan, torch.full((2, 18), value), torch.randn(2, plan.edges), 5.0, **DEFAULTS)
     assert (found == 0).all()
 
 
@@ -114,7 +125,7 @@ class TestDepth:
         fused = mean_below(plan, scores) if case["fusion"] == "mean" else back_up(plan, scores, density)
         expected = torch.tensor([r for level in case["node_reward_by_depth"][1:] for r in level]).double()
         torch.testing.assert_close(fused[0], expected, rtol=1e-5, atol=1e-5)
-        found = advantages("depth", plan, scores, density, 1e9, fusion=case["fusion"], group="tree")
+        found = advantages(depth, plan, scores, density, 1e9, fusion=case["fusion"], group="tree")
         expected = torch.tensor([a for level in case["advantage_by_depth"][1:] for a in level]).double()
         torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
@@ -122,7 +133,7 @@ class TestDepth:
 
     def advantage(self, scores: list[float], group: str) -> torch.Tensor:
         density = torch.zeros(1, self.plan.edges)
-        return advantages("depth", self.plan, torch.tensor([scores]), density, 5.0, fusion="mean", group=group)[0]
+        return advantages(depth, self.plan, torch.tensor([scores]), density, 5.0, fusion="mean", group=group)[0]
 
     def test_two_nodes_of_a_tree_are_always_as_far_apart_and_of_a_prompt_are_not(self):
         scores = [1.0, 1.1, 2.0, 2.1, 5.0, 5.1, 9.0, 9.1]
@@ -162,7 +173,7 @@ class TestMaskedLeaves:
     density = torch.zeros(1, 10)
 
     def advantage(self, scores: list[float]) -> torch.Tensor:
-        return advantages("tree", self.plan, torch.tensor([scores]), self.density, 5.0, **DEFAULTS)[0]
+        return advantages(tree, self.plan, torch.tensor([scores]), self.density, 5.0, **DEFAULTS)[0]
 
     def test_they_take_no_part_in_the_statistics(self):
         found = self.advantage([1.0, math.nan, 3.0, 5.0])
@@ -182,6 +193,11 @@ class TestMaskedLeaves:
         found = self.advantage([math.nan] * 4)
         assert found.isnan().all()
         assert not prune(self.plan, found[None]).any()
+
+    def test_an_advantage_that_does_not_heed_them_is_still_not_trained_there(self):
+        scores = torch.tensor([[math.nan, math.nan, 3.0, 5.0]])
+        found = advantages(lambda plan, *_: torch.ones(1, plan.edges), self.plan, scores, self.density, 5.0)[0]
+        assert torch.equal(found.isnan(), self.advantage(scores[0].tolist()).isnan())
 
     def test_a_single_score_has_nothing_to_compare_with(self):
         assert self.advantage([math.nan, math.nan, math.nan, 5.0]).nan_to_num().abs().sum() == 0
@@ -212,7 +228,7 @@ def test_advantages_are_clamped():
     plan = grow(shifted(2, 3.0), "flow_sde", 40, [1, 1], [0.5, 0.0])
     scores = torch.zeros(1, 40)
     scores[0, 0] = 1.0
-    found = advantages("flat", plan, scores, torch.zeros(1, plan.edges), 5.0)
+    found = advantages(flat, plan, scores, torch.zeros(1, plan.edges), 5.0)
     assert float(found.max()) == 5.0
 
 

@@ -18,6 +18,7 @@ README_COMMAND += ["tree.w=4", "tree.k=2"]
 
 OWN_REWARDS = """
 import torch
+from arborl.models.mixture import Model, MixtureModel
 
 def good(images, prompts, columns):
     return images.flatten(1).mean(1)
@@ -56,6 +57,30 @@ def same(images, prompts, columns):
     return torch.full((len(prompts),), 0.1)
 
 number = 3
+
+def per_leaf(plan, scores, log_density, **knobs):
+    return scores
+
+def per_edge(plan, scores, log_density, **knobs):
+    return torch.ones(len(scores), plan.edges)
+
+def in_integers(plan, scores, log_density, **knobs):
+    return torch.ones(len(scores), plan.edges, dtype=torch.long)
+
+def in_a_list(plan, scores, log_density, **knobs):
+    return scores.tolist()
+
+def without_knobs(plan, scores, log_density):
+    return torch.ones(len(scores), plan.edges)
+
+class HalfAModel(Model):
+    latent_shape = (2,)
+    def encode(self, prompts):
+        return None
+
+class Grey(MixtureModel):
+    def decode(self, latents):
+        return super().decode(latents)[:, :1]
 """
 
 
@@ -146,6 +171,23 @@ BAD = {
     "a reward for other prompts": (
         ["rewards=scene"],
         ["rewards.scene", "none of the prompts", "a dot at the top left"],
+    ),
+    "half a model": (["model.family=own_rewards:HalfAModel"], ["model.family", "lacks decode, predict"]),
+    "a model that is none": (["model.family=own_rewards:good"], ["model.family=own_rewards:good", "subclass"]),
+    "a model of grey pictures": (["model.family=own_rewards:Grey"], ["model", "(2, 1, 32, 32)", "N×3×H×W"]),
+    "unknown advantage": (["advantage.name=tre"], ["advantage.name=tre", "nearest: tree", "package.module:function"]),
+    "an advantage's missing module": (["advantage.name=no.module:f"], ["advantage.name=no.module:f", "cannot import"]),
+    "a missing advantage": (["advantage.name=own_rewards:nose"], ["own_rewards has no 'nose'", "per_edge"]),
+    "half an advantage": (["advantage.name=:f"], ["advantage.name=:f", "package.module:name"]),
+    "an advantage for leaves": (
+        ["advantage.name=own_rewards:per_leaf"],
+        ["advantage.name=own_rewards:per_leaf", "returned shape (2, 16)", "(2, 126), prompts × edges"],
+    ),
+    "an advantage in integers": (["advantage.name=own_rewards:in_integers"], ["torch.int64", "a float tensor"]),
+    "an advantage in a list": (["advantage.name=own_rewards:in_a_list"], ["returned a list", "a float tensor"]),
+    "an advantage without knobs": (
+        ["advantage.name=own_rewards:without_knobs"],
+        ["(plan, scores, log_density, **knobs)", "temperature", "spread"],
     ),
     "a tracker that is not there": (["log.trackers=[nose]"], ["log.trackers=nose", "tensorboard"]),
 }

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.config import load_config
-from arborl.core.advantage import ADVANTAGES, advantages
+from arborl.core.advantage import ADVANTAGES, advantages, depth
 from arborl.core.noise import fold
 from arborl.core.plans import PLANS
 from arborl.core.prune import Pruning, prune, slid
@@ -97,7 +97,7 @@ class TestPruning:
         config = load_config("tempflow", ["model=mixture", "tree.k=4"])
         plan = make_plan(config, shifted(10, 3.0), 0)
         scores = torch.arange(len(plan.leaves)).double()[None]
-        found = advantages("depth", plan, scores, torch.zeros(1, plan.edges), 5.0, fusion="mean", group="siblings")
+        found = advantages(depth, plan, scores, torch.zeros(1, plan.edges), 5.0, fusion="mean", group="siblings")
         kept = prune(plan, found, Pruning(width_mode=1, width_ratio=0.5))
         assert kept.sum() == 8
         assert (found[kept] > 0).all()
@@ -171,7 +171,7 @@ class TestContract:
         scores[1, 0] = torch.nan
         scores[2] = 0.25
         density = torch.randn(3, plan.edges, generator=generator)
-        found = advantages(advantage, plan, scores, density, 5.0, **knobs)
+        found = advantages(ADVANTAGES[advantage], plan, scores, density, 5.0, **knobs)
         kept = prune(plan, found, how, fold(0, 0), torch.arange(3))
 
         assert found.shape == kept.shape == (3, plan.edges)
@@ -190,6 +190,6 @@ class TestContract:
         assert torch.equal(prune(plan, found), plan.stochastic & scored)
         # A prompt's rows depend on that prompt alone.
         torch.testing.assert_close(
-            advantages(advantage, plan, scores[:1], density[:1], 5.0, **knobs), found[:1], equal_nan=True
+            advantages(ADVANTAGES[advantage], plan, scores[:1], density[:1], 5.0, **knobs), found[:1], equal_nan=True
         )
         assert torch.equal(prune(plan, found[1:2], how, fold(0, 0), torch.tensor([1])), kept[1:2])

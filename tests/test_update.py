@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arborl.checkpoint import Ema, State, trainable
 from arborl.checks import steps_of
-from arborl.core.advantage import advantages, back_up
+from arborl.core.advantage import advantages, back_up, tree
 from arborl.core.loss import clipped_surrogate
 from arborl.core.noise import fold
 from arborl.core.prune import prune
@@ -53,7 +53,7 @@ class Bench:
         if scores is None:
             scores = torch.randn(len(self.texts), len(self.record.plan.leaves), generator=torch.manual_seed(0))
         return advantages(
-            "tree", self.record.plan, scores, self.record.log_density, 5.0, temperature=1.0, backup="softmax"
+            tree, self.record.plan, scores, self.record.log_density, 5.0, temperature=1.0, backup="softmax"
         )
 
     def update(self, advantage: torch.Tensor) -> Stats:

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__
+from . import __version__, complete
 from .config import load_config, presets
 from .core.errors import InputError
 
@@ -24,22 +24,30 @@ out = Console(highlight=False)
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Every setting is a KEY=VALUE; docs/config.md lists them. Begin with `arborl plan`, then `arborl train`.",
+    invoke_without_command=True,
 )
 @click.version_option(__version__, prog_name="arborl")
-def app() -> None:
+@click.pass_context
+def app(context: click.Context) -> None:
     """Reinforcement learning on denoising trees, for diffusion and flow models."""
+    if context.invoked_subcommand is None:
+        from .next import print_next
+
+        print_next(out)
 
 
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete.settings)
 config_option = click.option(
     "--config-name",
     "-c",
     metavar="NAME",
     help=f"Preset ({', '.join(presets())}) or a yaml file of your own.  [default: tree]",
+    shell_complete=complete.preset_names,
 )
 run_option = click.option(
     "--run",
     type=click.Path(path_type=Path),
+    shell_complete=complete.run_folders,
     help="Use this run's settings and newest weights; or name a checkpoint in it.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
@@ -51,10 +59,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
+    shell_complete=complete.run_folders,
     help="Go on with this run from its newest checkpoint. auto: with the one that run_name names if it is there, else "
     "start it.",
 )
-def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | None) -> None:
+@json_option
+def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | None, as_json: bool) -> None:
     """Post-train a model.
 
     Writes metrics, pictures, trees and checkpoints to runs/<run_name>. Interrupt it at any time: it says how to go on.
@@ -71,7 +81,9 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
         return
     code = 0
     try:
-        run_training(config, going_on)
+        folder = run_training(config, going_on)
+        if as_json and os.environ.get("RANK", "0") == "0":
+            click.echo(json.dumps({"run": str(folder)} | json.loads((folder / "summary.json").read_bytes())))
     except KeyboardInterrupt:
         code = 130
     _leave(code)
@@ -174,6 +186,7 @@ def doctor(
 )
 @run_option
 @config_option
+@json_option
 def sample(
     overrides: tuple[str, ...],
     prompt: tuple[str, ...],
@@ -181,6 +194,7 @@ def sample(
     to: Path,
     run: Path | None,
     config_name: str | None,
+    as_json: bool,
 ) -> None:
     """Make pictures.
 
@@ -195,6 +209,10 @@ def sample(
     config = config_of(run, config_name, overrides)
     with Console(stderr=True).status("making pictures"):
         made = sample_pictures(config, run, prompt, count, to)
+    if as_json:
+        rows = [json.loads(line) for line in (to / "index.jsonl").read_text(encoding="utf-8").splitlines()]
+        click.echo(json.dumps({"folder": str(to), "pictures": rows}, ensure_ascii=False))
+        return
     out.print(made)
 
 
@@ -277,7 +295,7 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
 
 
 @app.command("export")
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN", shell_complete=complete.run_folders)
 @click.argument("to", type=click.Path(path_type=Path), metavar="OUT")
 @overrides_argument
 @click.option(
@@ -291,8 +309,9 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
     show_default=True,
     help="Precision of what is written.",
 )
+@json_option
 def export_command(
-    run: Path, to: Path, overrides: tuple[str, ...], average: bool | None, merge: bool, dtype: str
+    run: Path, to: Path, overrides: tuple[str, ...], average: bool | None, merge: bool, dtype: str, as_json: bool
 ) -> None:
     """Write a run's weights for diffusers and ComfyUI.
 
@@ -305,8 +324,67 @@ def export_command(
     from .runs import checkpoint_of, config_of
 
     config = config_of(run, None, overrides)
-    for line in export(config, checkpoint_of(run), to, average, merge, dtype):
+    told = list(export(config, checkpoint_of(run), to, average, merge, dtype))
+    if as_json:
+        files = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
+        click.echo(json.dumps({"folder": str(to), "files": files, "told": told}))
+        return
+    for line in told:
         out.print(line, soft_wrap=True, markup=False)
+
+
+@app.command()
+@click.argument(
+    "folder", type=click.Path(path_type=Path), metavar="[RUN]", required=False, shell_complete=complete.run_folders
+)
+@click.option("--live", is_flag=True, help="Serve the page of a running job on this machine alone, and keep it new.")
+@click.option("--out", "-o", "to", type=click.Path(path_type=Path), help="File to write.  [default: RUN/report.html]")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8050, show_default=True, help="Of --live; 0 takes a free one."
+)
+@click.option("--open", "opens", is_flag=True, help="Open it in the browser.")
+@json_option
+def report(folder: Path | None, live: bool, to: Path | None, port: int, opens: bool, as_json: bool) -> None:
+    """Show a run, or a comparison, on one page.
+
+    Curves with standard errors, trees with their pictures and advantages, pictures before and after, signs of reward
+    hacking, where the time went, settings. One HTML file that needs nothing else. Without RUN: the newest in runs/.
+
+    Example: arborl report runs/tree-1
+    """
+    from .next import newest_run
+    from .report import write_report
+    from .report.live import app as live_page
+    from .serving import serve_at
+
+    folder = folder or newest_run()
+    if folder is None:
+        raise InputError("RUN", None, "there is no run in runs/ yet", "a run's folder; a run is made by: arborl train")
+    if live and to:
+        raise InputError("--out", to, "a page that is served is not written", "--live, or --out")
+    if not live:
+        written = write_report(folder, to)
+        click.echo(json.dumps({"report": str(written), "bytes": written.stat().st_size}) if as_json else str(written))
+        if opens:
+            click.launch(str(written))
+        return
+
+    def announce(at: str) -> None:
+        click.echo(json.dumps({"serving": at, "run": str(folder)}) if as_json else f"{folder} at {at} (Ctrl-C ends it)")
+        if opens:
+            click.launch(at)
+
+    serve_at("127.0.0.1", port, live_page(folder), announce)
+
+
+@app.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes a shell complete commands, settings and their values.
+
+    Example: eval "$(arborl completion bash)", in ~/.bashrc
+    """
+    click.echo(complete.script(app, shell))
 
 
 @app.command()
@@ -357,8 +435,8 @@ def compare(
     """Compare presets at equal compute or equal seconds.
 
     A cell is a preset with any overrides, in quotes. All cells get the same model, prompts and seeds. Writes
-    compare.md, compare.json and compare.png; the same command again goes on where it was cut off, and runs nothing
-    twice.
+    compare.md, compare.json, compare.png and report.html; the same command again goes on where it was cut off, and
+    runs nothing twice.
 
     Example: arborl compare tree 'tree tree.w=4 sample.num_prompts=16' flow_grpo --seeds 5 --compute 4e5
     """
@@ -408,7 +486,7 @@ def rewards_group(context: click.Context, overrides: tuple[str, ...], as_json: b
 
 
 @rewards_group.command("check")
-@click.argument("reward", metavar="REWARD")
+@click.argument("reward", metavar="REWARD", shell_complete=complete.reward_names)
 @overrides_argument
 @click.option("--picture", "-i", type=click.Path(path_type=Path), help="A picture to score, in place of a drawn one.")
 @click.option("--prompt", "-p", help="Its prompt.")
@@ -446,7 +524,7 @@ def rewards_check(
 
 
 @app.command()
-@click.argument("reward", metavar="REWARD")
+@click.argument("reward", metavar="REWARD", shell_complete=complete.reward_names)
 @overrides_argument
 @click.option(
     "--host",
@@ -494,7 +572,18 @@ def main(arguments: list[str] | None = None) -> None:
     if several:
         _end_with_launcher()
     try:
-        app(args=arguments, prog_name="arborl")
+        sys.exit(app.main(arguments, prog_name="arborl", standalone_mode=False) or 0)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "arborl"
+        text = _one_line(error.format_message())
+        click.echo(f"error: {text}{'' if text.endswith('?') else ';'} see: {command} -h", err=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"error: {_one_line(error.format_message())}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        click.echo("stopped", err=True)
+        sys.exit(130)
     except InputError as error:
         # Before the ranks meet every one finds what is wrong with the settings: one on each machine says so. Later only
         # those come here whose error nobody else has told.
@@ -513,6 +602,12 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             traceback.print_exc()
         _leave(1)
+
+
+def _one_line(text: str) -> str:
+    """click's sentence as one of ours."""
+    text = " ".join(text.split()).rstrip(".")
+    return text[:1].lower() + text[1:]
 
 
 def _end_with_launcher() -> None:

@@ -68,6 +68,9 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts) -> list[str]:
     two = prompts.take([0, len(prompts) - 1])
     noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device))
     pictures = torch.cat([model.decode(part) for part in noise.split(1)])
+    if pictures.shape[-3:-2] != (3,) or pictures.ndim != 4 + model.video:
+        allowed = "N×F×3×H×W" if model.video else "N×3×H×W"
+        raise InputError("model", None, f"its decoder returned shape {tuple(pictures.shape)} for 2 latents", allowed)
     if not pictures.isfinite().all():
         raise InputError("model", None, "its decoder returned pictures that are not finite", "see arborl doctor")
 

@@ -1,9 +1,10 @@
 """Everything a run is made of, and what it reports: the loop in `train.py` stays a page long."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from . import log
+from .advantage import advantage_of, knobs_of
 from .batches import settled
 from .checkpoint import State, checkpoints, head_of
 from .checks import groups_of_leaves, ratio_bound, spread, spread_of, steps_of, transitions
@@ -20,13 +22,14 @@ from .config.schema import Config
 from .core.advantage import advantages
 from .core.errors import InputError
 from .core.tree import Plan
-from .draw import draw_tree, interleave, sheet
+from .draw import cell_of, draw_tree, interleave, sheet
 from .evaluate import Evaluation, decode_and_score, evaluate
 from .fit import memory_in_use
 from .models import Model
 from .plan import BACKWARD_COST, window_of
 from .prompts import Prompts, Share, deal, share_of
 from .record import Record, RecordedTree, previews
+from .report import write_report
 from .rewards import Rewards, Scores
 from .together import Together
 from .update import SUMS, Stats
@@ -118,10 +121,9 @@ class Job:
         self.run.warn_if_wrong(spread({0: found}, 0))
 
     def advantage(self, plan: Plan, scores: Scores, record: Record) -> Float[Tensor, "prompts edges"]:
-        knobs, density = asdict(self.config.advantage), record.log_density.cpu()
-        std = knobs.pop("std")
-        knobs["spread"] = {"group": None, "none": 1.0}.get(std) if std != "batch" else self._spread(scores)
-        return advantages(knobs.pop("name"), plan, scores.total, density, self.config.train.adv_clip, **knobs)
+        config, density = self.config, record.log_density.cpu()
+        knobs = knobs_of(config, self._spread(scores) if config.advantage.std == "batch" else None)
+        return advantages(advantage_of(config), plan, scores.total, density, config.train.adv_clip, **knobs)
 
     def _spread(self, scores: Scores) -> float:
         """The standard deviation of the epoch's leaf scores, on all ranks."""
@@ -139,9 +141,10 @@ class Job:
         scores: Scores,
         advantage: Float[Tensor, "prompts edges"],
         keep: Bool[Tensor, "prompts edges"],
+        stats: Stats,
     ) -> None:
         """The first prompt's trees, in the Record's file form and as a drawing."""
-        if record.clean is None:
+        if record.clean is None or stats.ratios is None:
             return
         shown = record.plan.shown
         tree = RecordedTree(
@@ -151,6 +154,7 @@ class Job:
             log_density=record.log_density[0].cpu(),
             advantage=advantage[0].cpu(),
             kept=keep[0].cpu(),
+            ratio=stats.ratios.cpu(),
             scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
             shown=shown,
             pictures=previews(self.model, record.clean[shown], settled(self.config.sample.decode_batch_size)),
@@ -160,6 +164,7 @@ class Job:
         with self.run.writing():
             tree.save(stem)
             draw_tree(tree, stem.with_suffix(".png"))
+        self.run.show("trees", epoch, stem.with_suffix(".png"), [tree.prompt])
 
     def complete_epoch(
         self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, share: Share
@@ -201,13 +206,16 @@ class Job:
         total = gather(scores.total.float(), self.accelerator)[:prompts]
         values = {
             "reward": float(total.nanmean()),
+            "reward_stderr": _stderr(total),
             "reward_std": float(_std(total).nanmean()),
             "reward_failed": float(total.isnan().sum()),
         }
         unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
         for name in gather_words([*scores.parts], self.accelerator):
-            part = gather(scores.parts.get(name, unknown), self.accelerator)[:prompts].flatten()
+            found = gather(scores.parts.get(name, unknown), self.accelerator)[:prompts]
+            part = found.flatten()
             values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(_std(part))}
+            values[f"rewards/{name}/stderr"] = _stderr(found)
             if name in self.rewards.functions:
                 values[f"rewards/{name}/failed"] = float(part.isnan().float().mean())
         return values | {"diversity": float(gather(self.diversity, self.accelerator)[:prompts].mean())}
@@ -271,7 +279,12 @@ class Job:
             if self.accelerator.is_main_process and len(found.pictures):
                 captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
                 with self.run.writing():
-                    sheet(found.pictures, captions, self.run.folder / "samples" / f"epoch_{epoch:06d}.png")
+                    path = self.run.folder / "samples" / f"epoch_{epoch:06d}.png"
+                    boxes = sheet(found.pictures, captions, path)
+                    pictures = [shown | {"box": box} for shown, box in zip(found.shown(), boxes, strict=True)]
+                    index = {"format": "arborl.sheet", "version": 1, "epoch": epoch, "pictures": pictures}
+                    log.write_whole(path.with_suffix(".json"), json.dumps(index, indent=1, ensure_ascii=False))
+                self.run.show("samples", epoch, path, captions, found.pictures)
         shown = ", ".join(
             f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
             + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")
@@ -418,6 +431,10 @@ class Job:
             run.say(f"{self.best_by} was highest after {top['epoch']} epochs, {value:.4f}: {kept}")
         self._show()
         log.write_whole(run.folder / "summary.json", json.dumps(summary, indent=1))
+        try:
+            run.say(f"all of it on one page: {write_report(run.folder)}")
+        except (InputError, OSError) as error:  # the run is whole without it, and `arborl report` makes it later
+            run.warn_once(f"no report was written ({error})")
         run.say(f"metrics, pictures, trees and checkpoints: {run.folder}")
 
     def _show(self) -> None:
@@ -427,7 +444,8 @@ class Job:
         if epochs and before.is_file() and after.is_file():
             both = run.folder / "samples" / "before_after.png"
             try:
-                interleave([before, after], ["before", f"after {epochs} epochs"], both)
+                names = ["before", f"after {epochs} epochs"]
+                interleave([before, after], names, both, cell_of(self._evaluate(epochs).pictures))
                 run.say(f"pictures before and after: {both}")
             except OSError as error:
                 if error.errno:  # it is the disk's
@@ -440,3 +458,10 @@ class Job:
 def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
     """Population standard deviation over the last axis, of what is not NaN."""
     return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
+
+
+def _stderr(scores: Float[Tensor, "prompts leaves"]) -> float:
+    """How far chance among the prompts moves a mean: a prompt's leaves share its difficulty, so its mean counts once."""
+    means = scores.nanmean(1)
+    means = means[~means.isnan()]
+    return float(means.std() / len(means) ** 0.5) if len(means) > 1 else math.nan

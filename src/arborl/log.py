@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers, is_tensorboard_available
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import SafetensorError
+from torch import Tensor
 
 from .checkpoint import sync, umask
 from .checks import Finding
@@ -27,6 +27,7 @@ from .config import save_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
 from .together import all_or_none
+from .trackers import show, start
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
 BLOCKS = 24
@@ -53,11 +54,9 @@ class Run:
             if self.main and resume:
                 self._take_over(config, epoch)
         accelerator.project_configuration.logging_dir = str(self.folder)
-        # Epochs that are done again must not be drawn twice.
-        options = {"tensorboard": {"purge_step": epoch}, "wandb": {"name": config.run_name}}
         self._hook, threading.excepthook = threading.excepthook, self._thread_failed
         with all_or_none(accelerator), self.writing():
-            accelerator.init_trackers("arborl", config=flat(config), init_kwargs=options)
+            start(accelerator, self.folder, epoch, resume is not None, flat(config))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -86,6 +85,12 @@ class Run:
                     file.write(json.dumps(finite(metrics)) + "\n")
             self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
         return metrics
+
+    def show(self, name: str, epoch: int, drawing: Path, captions: list[str], pictures: Tensor | None = None) -> None:
+        """A drawing in every tracker; or the pictures in it, in those that show captions themselves."""
+        with self.writing():
+            for tracker in self.accelerator.trackers:  # none on other ranks
+                show(tracker, name, epoch, drawing, captions, pictures)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -264,18 +269,6 @@ def claim_folder(config: Config) -> Path:
         raise InputError("log.dir", base, f"cannot make a run folder ({error.strerror})") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def trackers(config: Config) -> list[str]:
-    """The trackers to start; a named one that is not installed is an error, `auto` takes what is there."""
-    if config.log.trackers == ["auto"]:
-        return ["tensorboard"] if is_tensorboard_available() else []
-    installed = [str(tracker.value) for tracker in get_available_trackers()]
-    for name in config.log.trackers:
-        if name not in installed:
-            fix = ", ".join(installed) or "pip install 'arborl[tensorboard]'"
-            raise InputError("log.trackers", name, "is not installed", f"auto, [], or of {fix}")
-    return list(config.log.trackers)
 
 
 class Bar:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .advantage import try_advantage
 from .config.schema import Config
 from .core import plans
+from .core.advantage import ADVANTAGES
 from .core.errors import InputError
 from .core.kernels import USUAL_ETA, USUAL_KAPPA, sde_able
 from .core.noise import fold
@@ -198,6 +200,8 @@ def check_plan(config: Config) -> None:
     if settings.until < 1 and config.train.max_seconds:
         problem = "a run that stops by the clock has no share of it that could be known beforehand"
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
+    if advantage.name not in ADVANTAGES:
+        try_advantage(config, plan_at(config))
     for epoch, plan in stages(config):
         if len(plan.leaves) < 2:
             keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"

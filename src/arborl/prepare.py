@@ -38,6 +38,7 @@ from .plan import check_plan, warnings_about
 from .prompts import Prompts, deal
 from .rewards import Rewards
 from .together import Together, all_or_none
+from .trackers import check_login, trackers
 
 
 def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> Job:
@@ -45,11 +46,13 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
     check_plan(config)
     accelerator = start_accelerator(
         config,
-        log_with=[*log.trackers(config)] or None,
+        log_with=[*trackers(config)] or None,
         project_config=ProjectConfiguration(logging_dir=config.log.dir),  # the run's own folder, once it is made
     )
     with all_or_none(accelerator):
         log.check_folder(config, resume)
+        if accelerator.is_main_process:
+            check_login(trackers(config))
         found = [newest_sound(resume) if resume and accelerator.is_main_process else (None, {})]  # it reads all of it
     checkpoint, damaged = broadcast_object_list(found)[0]
     with all_or_none(accelerator):

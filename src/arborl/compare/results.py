@@ -68,7 +68,7 @@ class Comparison:
             curves = {int(seed): [Point(**point) for point in line] for seed, line in row["curves"].items()}
             scores = {int(seed): score for seed, score in row["scores"].items()}
             rows.append(Row(**row | {"curves": curves, "scores": scores}))
-        protocol = {name: tuple(v) if isinstance(v, list) else v for name, v in given["protocol"].items()}
+        protocol = given["protocol"] | {name: tuple(given["protocol"][name]) for name in ("seeds", "common")}
         return cls(**given | {"protocol": Protocol(**protocol), "rows": rows})
 
     def table(self, code: Callable[[str], str] = str) -> list[list[str]]:

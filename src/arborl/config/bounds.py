@@ -53,9 +53,10 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | N
     bounds = {name: meta[name] for name in LIMITS if meta.get(name) is not None}
     words = meta.get("words") or ()
     allowed = ", or ".join([", ".join(LIMITS[name][0].format(bound) for name, bound in bounds.items()), *words])
-    if meta.get("choices") and value not in meta["choices"]:
-        near = nearest(str(value), meta["choices"])
-        raise InputError(key, value, f"no such choice{near}", ", ".join(meta["choices"]))
+    own = meta.get("own")  # what it names is looked for where it is used
+    if meta.get("choices") and value not in meta["choices"] and not (own and ":" in str(value)):
+        near, choices = nearest(str(value), meta["choices"]), ", ".join(meta["choices"])
+        raise InputError(key, value, f"no such choice{near}", choices + ", or package.module:function" * bool(own))
     if isinstance(value, str):
         if words and value not in words:
             raise InputError(key, value, "is not a word it knows", allowed if bounds else kind)

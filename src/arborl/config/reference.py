@@ -43,7 +43,8 @@ def _default(item: dataclasses.Field[Any]) -> str:
 def _takes(item: dataclasses.Field[Any]) -> str:
     meta = item.metadata
     if meta["choices"]:
-        return ", ".join(f"`{choice}`" for choice in meta["choices"])
+        own = ["or package.module:function"] if meta["own"] else []
+        return ", ".join([*(f"`{choice}`" for choice in meta["choices"]), *own])
     kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     options = (
         [kind for kind in get_args(item.type) if kind is not NoneType] if get_origin(item.type) is not list else []

@@ -16,11 +16,13 @@ def knob(
     above: float | None = None,
     below: float | None = None,
     words: tuple[str, ...] = (),
+    own: bool = False,
 ) -> Any:
     """A dataclass field with its sentence and its bounds: `low` and `high` are allowed, `above` and `below` are not;
-    `words` may stand in a number's place.
+    `words` may stand in a number's place, and with `own` package.module:function in a choice's.
     """
     meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below, "words": words}
+    meta["own"] = own
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -160,7 +162,12 @@ class KernelConfig:
 
 @dataclass
 class AdvantageConfig:
-    name: str = knob("tree", "How leaf scores become one number per edge.", choices=("tree", "depth", "flat"))
+    name: str = knob(
+        "tree",
+        "How leaf scores become one number per edge; package.module:function is one of your own (docs/extending.md).",
+        choices=("tree", "depth", "flat"),
+        own=True,
+    )
     backup: str = knob(
         "softmax",
         "Weights of sibling edges on the way up: softmax of log-densities, or equal.",
@@ -332,7 +339,10 @@ class EvalConfig:
 @dataclass
 class LogConfig:
     dir: str = knob("runs", "Folder that holds the run folders.")
-    trackers: list[str] = knob(["auto"], "Trackers besides metrics.jsonl; auto is TensorBoard where it is installed.")
+    trackers: list[str] = knob(
+        ["auto"],
+        "Trackers besides metrics.jsonl: tensorboard, wandb, trackio; auto is TensorBoard where it is installed.",
+    )
     save_every: int = knob(10, "Epochs between checkpoints; one is always written at the end.", low=1)
     keep: int = knob(2, "Checkpoints kept.", low=1)
     record_every: int = knob(10, "Epochs between recorded and drawn trees; 0 is off.", low=0)

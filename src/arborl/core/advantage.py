@@ -152,12 +152,13 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {"tree": tree, "depth": depth, "f
 
 
 def advantages(
-    name: str,
+    how: Callable[..., Tensor],
     plan: Plan,
     scores: Float[Tensor, "prompts leaves"],
     log_density: Float[Tensor, "prompts edges"],
     clip: float,
     **knobs: object,
 ) -> Float[Tensor, "prompts edges"]:
-    """The named advantage, clamped to ±clip; NaN on edges without a scored leaf below them."""
-    return ADVANTAGES[name](plan, scores, log_density, **knobs).clamp(-clip, clip)
+    """An advantage, clamped to ±clip; NaN on edges without a scored leaf below them, whatever it says of those."""
+    found = how(plan, scores, log_density, **knobs).clamp(-clip, clip)
+    return torch.where(mean_below(plan, scores).isnan(), torch.nan, found)

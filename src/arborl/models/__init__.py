@@ -36,6 +36,8 @@ def model_class(config: Config) -> type[Model]:
     found = find("model.family", FAMILIES.get(family, family), ["auto", *FAMILIES])
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise InputError("model.family", family, "is not a subclass of arborl.models.Model")
+    if missing := sorted(found.__abstractmethods__):
+        raise InputError("model.family", family, f"lacks {', '.join(missing)}", "encode, predict and decode")
     return found
 
 

@@ -1,6 +1,5 @@
 """What a comparison's page shows: its table, curves and front, and each cell's pictures of the same captions."""
 
-import json
 from pathlib import Path
 from typing import Any
 

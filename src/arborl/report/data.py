@@ -22,7 +22,7 @@ from ..watch import LIMITS, hacking, statistic
 from .pictures import as_webp, spread, spread_within
 
 TREES, SHEETS, EPOCHS = 4_000_000, 3_000_000, 48
-"""Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out, evenly."""
+"""Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out."""
 
 
 def run_data(folder: Path) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def run_data(folder: Path) -> dict[str, Any]:
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Metrics by name, a value for each row, None where a row has none."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys(["epoch", *(name for row in rows for name in row)])
     return {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -82,7 +82,7 @@ def _settings(config: Config) -> list[dict[str, Any]]:
 
 
 def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Config) -> dict[str, Any]:
-    """When the run looked like reward hacking and by which signs; the bounds of each statistic, from its first value."""
+    """When the run looked like reward hacking and by which signs; the bounds that each statistic is held to."""
     trained = {name: -1.0 if weight < 0 else 1.0 for name, weight in weights.items() if weight}
     watched = [name for name in config.eval.rewards if not weights[name]]
     when = [i for i, row in enumerate(rows) if any(row.get(f"eval/{name}") is not None for name in weights)]

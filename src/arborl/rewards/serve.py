@@ -21,12 +21,10 @@ Where the server has a token, every request has the header `Authorization: Beare
 
 import asyncio
 import base64
-import errno
 import hmac
 import io
 import ipaddress
 import math
-import socket
 import struct
 import traceback
 import zlib
@@ -38,7 +36,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import uvicorn
 from PIL import Image
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +45,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from ..core.errors import InputError
+from ..serving import serve_at
 from .base import Reward
 from .report import usable
 from .wire import strict_json
@@ -89,23 +87,9 @@ def serve(
             "set $ARBORL_REWARD_TOKEN (the same value for the run)",
         )
         raise InputError("--host", host, problem, allowed)
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        key, value = ("--port", port) if error.errno in (errno.EADDRINUSE, errno.EACCES) else ("--host", host)
-        raise InputError(key, value, f"cannot be served at ({error.strerror or error})") from None
-    shown = f"[{host}]" if ":" in host else host
-    config = uvicorn.Config(
-        app(reward, name, token, max_items, max_bytes, device),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=5,
-    )
-    with listener, suppress(KeyboardInterrupt):
-        at = f"http://{shown}:{listener.getsockname()[1]}"
-        print(f"serving {name} at {at} ({'token required' if token else 'no token'})", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+    guarded = "token required" if token else "no token"
+    served = app(reward, name, token, max_items, max_bytes, device)
+    serve_at(host, port, served, lambda at: print(f"serving {name} at {at} ({guarded})", flush=True))
 
 
 def _is_loopback(host: str) -> bool:

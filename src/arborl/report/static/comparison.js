@@ -12,8 +12,8 @@ function inkOf(data) {
 function tableSection(host, data) {
   const ink = inkOf(data);
   const rows = data.table.rows.map(([cell, ...values], i) => h("tr", {},
-    h("td", {}, h("span", { class: "key" }, h("i", { style: `background:${ink.get(cell)}` })), h("code", {}, cell), " ",
-      Object.entries(data.cells[i].reports).map(([seed, place]) => h("a", { href: place, title: `the run of seed ${seed}` }, ` ${seed} `))),
+    h("td", {}, h("span", { class: "key" }, h("i", { style: `background:${ink.get(cell)}` })), h("code", {}, cell),
+      Object.entries(data.cells[i].reports).map(([seed, place]) => [" ", h("a", { href: place }, `seed ${seed}`)])),
     values.map((value) => h("td", { class: "number" }, value))));
   host.append(h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, data.table.head.map((name, i) => h("th", { class: i ? "number" : null }, name)))), h("tbody", {}, rows))),
     h("p", { class: "note" }, data.notes));

@@ -23,7 +23,7 @@ function treeSection(host, data) {
   if (treeView.index === null || treeView.index >= trees.length) treeView.index = trees.length - 1;
   if (treeView.following) treeView.index = trees.length - 1;
   const view = h("div", { class: "tree-view" }), details = h("aside", { class: "details", "aria-live": "polite" });
-  const said = h("output", { class: "tree-title", id: "tree-title" }), facts = h("dl", { class: "facts" });
+  const said = h("output", { class: "tree-title", id: "tree-prompt" }), facts = h("dl", { class: "facts" });
   const show = (index) => {
     treeView.index = Math.max(0, Math.min(trees.length - 1, index));
     treeView.following = treeView.index === trees.length - 1;

@@ -1,0 +1,117 @@
+"""docs/extending.md and examples/ as a reader would run them, only smaller; and every error that the page shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arborl import read_metrics
+from arborl.cli import main
+from test_docs import ROOT, commands
+
+PAGE = ROOT / "docs" / "extending.md"
+SMALL = ["train.epochs=1", "sample.num_prompts=2", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]"]
+MODULES = ("my_rewards", "my_model", "my_advantage")
+
+
+def files() -> dict[str, str]:
+    """The page's files by name: Python and yaml have theirs in the first line, the prompt file in the line before."""
+    text = PAGE.read_text()
+    found = {name: code for code, name in re.findall(r"```(?:python|yaml)\n(# (\S+)\n.*?)```", text, re.DOTALL)}
+    return found | dict(re.findall(r"`(\S+\.jsonl)`, .*?```json\n(.*?)```", text, re.DOTALL))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file changed within a second would be read from there
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    return tmp_path
+
+
+def ends_with(code: int, *words: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    assert stopped.value.code == code
+
+
+def test_the_page_has_its_files():
+    assert {*files()} == {*(f"{name}.py" for name in MODULES), "colours.jsonl", "swatch.yaml"}
+
+
+LESS = {
+    "train": SMALL,
+    "doctor": ["--canary", "0", "sample.num_prompts=2", "sample.batch_size=8", "train.batch_size=4"],
+    "compare": ["--dry-run"],
+}
+
+
+@pytest.mark.parametrize("words", commands(PAGE), ids=" ".join)
+def test_every_command_of_the_page_runs(words: list[str], here: Path, capsys):
+    ends_with(0, *words[1:], *LESS.get(words[1], []))
+    if words[1] == "train":
+        rows = read_metrics(here / "runs" / "tree-1")
+        assert rows[0]["edges"] > 0
+        assert rows[0]["ratio_error"] <= 1e-6
+    assert "warning" not in capsys.readouterr().err
+
+
+RED, RANKS = ["-c", "mixture", "rewards=none", "rewards.red.fn=my_rewards:redness"], "advantage.name=my_advantage:ranks"
+MISTAKES = [  # in the page's order: a file, what is put in the place of what in it, the settings it is tried with
+    ("my_rewards.py", "", "", [*RED[:-1], "rewards.red.fn=my_rewards:rednes"]),
+    ("my_rewards.py", "images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))", "images.mean((2, 3))", RED),
+    ("my_model.py", "def decode", "def decoded", ["-c", "swatch.yaml"]),
+    ("my_model.py", "16, 16)", "16, 16)[:, :1]", ["-c", "swatch.yaml"]),
+    ("my_advantage.py", "", "", ["-c", "mixture", RANKS[:-1]]),
+    (
+        "my_advantage.py",
+        "return back_up(plan, torch.where(scored, rank, torch.nan))",
+        "return rank",
+        ["-c", "mixture", RANKS],
+    ),
+]
+ERRORS = re.findall(r"^error: .*$", PAGE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("mistake", "error"), zip(MISTAKES, ERRORS, strict=True), ids=ERRORS)
+def test_every_error_of_the_page_is_what_is_printed(mistake, error: str, here: Path, capsys):
+    name, old, new, settings = mistake
+    text = files()[name]
+    assert old in text
+    (here / name).write_text(text.replace(old, new) if old else text)
+    ends_with(2, "train", *settings)
+    assert capsys.readouterr().err.strip() == error
+    assert not (here / "runs").exists()
+
+
+EXAMPLES = {
+    "own_reward.py": [*SMALL[:3], "eval.every=1"],
+    "own_model.py": [*SMALL[:3], "eval.every=1"],
+    "reading_a_run.py": [],  # of the newest run
+}
+RUN_ALL = """
+import runpy, sys
+for name, arguments in {examples}.items():
+    sys.argv, sys.path[0] = [name, *arguments], {folder!r}
+    runpy.run_path(f"{folder}/{{name}}", run_name="__main__")
+"""
+
+
+def test_examples_run(tmp_path: Path):
+    """One after the other in one process, because imports take most of the time."""
+    assert {*EXAMPLES} == {path.name for path in (ROOT / "examples").glob("*.py")}
+    code = RUN_ALL.format(examples=EXAMPLES, folder=str(ROOT / "examples"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    for told in ("captions that came true", "after 1 epochs", "most was decided at step", "reading.png"):
+        assert told in done.stdout
+    assert (tmp_path / "runs" / "tree-2" / "reading.png").stat().st_size > 0
