@@ -1,13 +1,19 @@
-"""What is written for people: links lead somewhere, and what the pages name exists."""
+"""What is written for people: links lead somewhere, and what the pages name exists. `test_commands.py` runs it."""
 
+import importlib
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
+import click
 import pytest
 
 from arborl.cli import app
@@ -22,39 +28,126 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name after the #: a page's headings as GitHub spells them, a second one of a name with -1."""
+    seen: Counter[str] = Counter()
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def test_anchors_are_githubs(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `run`, and *more*\n```sh\n# no heading\n```\n## [NaN](a.md) or not?\n## Again\n## Again\n")
+    assert anchors(page) == {"a-run-and-more", "nan-or-not", "again", "again-1"}
+
+
 @every_page
 def test_every_internal_link_resolves(page: Path):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            found = page.parent / target
-            assert found.is_dir() or found.stat().st_size > 0, target
+    text = FENCED.sub("", page.read_text())
+    for link in [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"(?:src|href)=\"([^\"]+)\"", text)]:
+        if re.match(r"https?:|mailto:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        found = page.parent / target if target else page
+        assert found.is_dir() or found.stat().st_size > 0, link
+        assert not anchor or anchor in anchors(found), link
+
+
+NEEDS = ("a GPU", "several GPUs", "several machines", "weights", "the network", "a key", "hours")
+"""What a page may say that a command needs, as `needs weights`; such a command is not run by a test.
+
+In the command's own comment, or in a comment line of its block, which then speaks for all that follows it there.
+"""
+MARK = re.compile(rf"#.*\bneeds (?:{'|'.join(NEEDS)})\b")
+
+
+class Command(NamedTuple):
+    words: list[str]
+    marked: bool
+
+
+def shell(page: Path) -> list[Command]:
+    """Every command in a page's shell blocks, split into words."""
+    found: list[Command] = []
+    for kind, block in FENCED.findall(page.read_text()):
+        if kind != "sh":
+            continue
+        marked = False
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("#"):
+                marked = marked or MARK.match(line) is not None
+            elif line.strip():
+                found.append(Command(shlex.split(line, comments=True), marked or MARK.search(line) is not None))
+    return found
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every line of a page's shell blocks, split into words."""
-    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return [command.words for command in shell(page)]
+
+
+def test_marks(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\na   # on four GPUs\nb 'x y'  # needs a GPU: any\n# needs weights: all that follows\nc \\\n  d\n```\n"
+        "```\nnot a command\n```\n```sh\ne\n```\n"
+    )
+    assert shell(page) == [(["a"], False), (["b", "x y"], True), (["c", "d"], True), (["e"], False)]
+
+
+SHELLS_OWN = {"cd", "cat", "ls", "open", "source", "export", "git"}
+OF_OTHERS = {"tensorboard", "accelerate", "torchrun", "hf", "wandb"}
+
+
+def check_names(words: list[str]) -> None:
+    """Programs, sub-commands, files, presets and settings of a command are real."""
+    match words:
+        case ["make", target, *_]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+        case ["pip", "install", *rest]:  # which is how `make` sets up what the tests run in
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert {*re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*?)\]", " ".join(rest))))} <= {*extras}, rest
+        case ["python", "-m", module, *rest] if module.startswith("bench."):
+            program = getattr(importlib.import_module(module), "main", None)
+            if isinstance(program, click.Command):  # options that it does not have are told before the help is
+                program.main([*rest, "--help"], standalone_mode=False)
+        case ["python", "-m", module, *_]:
+            importlib.import_module(module)
+        case ["python", file, *_]:
+            assert (ROOT / file).is_file(), file
+        case ["eval", text]:
+            check_names(shlex.split(text.removeprefix("$(").removesuffix(")")))
+        case ["arborl"]:
+            pass
+        case ["arborl", name, *_]:
+            assert name in app.commands or name.startswith("-"), name
+        case [program, *_]:
+            assert program in SHELLS_OWN or (ROOT / program).is_file() or program in OF_OTHERS, program
+            assert program not in OF_OTHERS or shutil.which(program, path=TOOLS), program
+    if words[0] in ("arborl", "accelerate", "torchrun") and words[1:2] != ["compare"]:
+        settings = [word for word in words if re.match(r"^[a-z_.]+=", word)]
+        # A pipeline of the reader's own is read for what it is; here there is one.
+        settings = [re.sub(r"^(model\.path)=path/to/.*", rf"\1={FOLDER}", word) for word in settings]
+        preset = next((words[i + 1] for i, word in enumerate(words) if word in ("--config-name", "-c")), "tree")
+        if not preset.endswith(".yaml"):
+            assert preset in presets()
+            load_config(preset, settings)
+
+
+TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 @every_page
 def test_commands_name_what_exists(page: Path):
-    """Sub-commands, presets and settings of every command on a page are real (running them is other tests' work)."""
     for words in commands(page):
-        if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-            continue
-        if words[0] == "arborl":
-            assert words[1] in app.commands
-        if words[0].startswith("scripts/"):
-            assert (ROOT / words[0]).is_file()
-            continue
-        settings = [word for word in words if re.match(r"^[a-z_.]+=", word)]
-        # A pipeline of the reader's own is read for what it is; here there is one.
-        settings = [re.sub(r"^(model\.path)=path/to/.*", rf"\1={FOLDER}", word) for word in settings]
-        preset = words[words.index("--config-name") + 1] if "--config-name" in words else "tree"
-        assert preset in presets()
-        load_config(preset, settings)
+        check_names(words)
 
 
 def test_every_metric_is_explained(tmp_path: Path):

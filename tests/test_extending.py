@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 
 from arborl import read_metrics
 from arborl.cli import main
-from test_docs import ROOT, commands
 
+ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "extending.md"
 SMALL = ["train.epochs=1", "sample.num_prompts=2", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]"]
 MODULES = ("my_rewards", "my_model", "my_advantage")
@@ -22,6 +23,12 @@ def files() -> dict[str, str]:
     text = PAGE.read_text()
     found = {name: code for code, name in re.findall(r"```(?:python|yaml)\n(# (\S+)\n.*?)```", text, re.DOTALL)}
     return found | dict(re.findall(r"`(\S+\.jsonl)`, .*?```json\n(.*?)```", text, re.DOTALL))
+
+
+def commands() -> list[list[str]]:
+    """Every line of the page's shell blocks, split into words."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ LESS = {
 }
 
 
-@pytest.mark.parametrize("words", commands(PAGE), ids=" ".join)
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_every_command_of_the_page_runs(words: list[str], here: Path, capsys):
     ends_with(0, *words[1:], *LESS.get(words[1], []))
     if words[1] == "train":

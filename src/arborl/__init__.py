@@ -50,6 +50,9 @@ def _from_home(name: str) -> property:
 class _Package(ModuleType):
     """This package, whose names are looked up where they live."""
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOMES})
+
 
 for _name in _HOMES:
     setattr(_Package, _name, _from_home(_name))

@@ -76,7 +76,7 @@ function layOut(tree, width) {
   const pictured = new Set(Object.keys(tree.pictures).map((node) => tree.depth[node]));
   const scoreRoom = 56;
   const gaps = (picture) => tree.levels.map((level, d) =>
-    Math.max(pictured.has(d) ? picture * (pictured.has(d + 1) ? 1 : 0.5) + (level.noisy ? 12 : 6) : 0, level.noisy ? 16 : 5) + (pictured.has(d + 1) && !pictured.has(d) ? picture / 2 : 0));
+    Math.max(pictured.has(d) ? picture * (pictured.has(d + 1) ? 1 : 0.5) + (level.noisy ? 12 : 6) : 0, level.noisy ? 7 : 5) + (pictured.has(d + 1) && !pictured.has(d) ? picture / 2 : 0));
   let picture = row - 6;
   const needed = (p) => d3.sum(gaps(p)) + p + 8 + scoreRoom;
   while (picture > 16 && needed(picture) > width) picture -= 1;
@@ -129,10 +129,12 @@ function drawTree(host, details, tree, show) {
   edge.append("path").attr("class", "line").attr("d", shape).attr("stroke", (e) => colour(tree.advantage[e]))
     .attr("stroke-width", (e) => (tree.kept[e] ? 3.2 : 1.4)).attr("stroke-opacity", (e) => (tree.kept[e] ? 1 : 0.75));
   edge.append("path").attr("class", "hit").attr("d", shape);
-  if (at.row >= 26) {
-    const labelled = edges.filter((e) => tree.kept[e] && tree.advantage[e] !== null && at.x(childOf(e)) - at.x(tree.parent[e]) > at.picture + 30);
+  const half = (n) => (n in tree.pictures ? at.picture / 2 : 0);
+  const room = (e) => at.x(childOf(e)) - at.x(tree.parent[e]) - half(childOf(e)) - half(tree.parent[e]);
+  const labelled = edges.filter((e) => tree.kept[e] && tree.advantage[e] !== null && room(e) > 34);
+  if (at.row >= 26 && labelled.length <= 64) {
     svg.append("g").selectAll("text").data(labelled).join("text").attr("class", "advantage")
-      .attr("x", (e) => at.x(childOf(e)) - at.picture / 2 - 4).attr("y", (e) => at.y(childOf(e)) + (at.y(childOf(e)) > at.y(tree.parent[e]) ? 14 : -5))
+      .attr("x", (e) => at.x(childOf(e)) - half(childOf(e)) - 4).attr("y", (e) => at.y(childOf(e)) + (at.y(childOf(e)) > at.y(tree.parent[e]) ? 14 : -5))
       .text((e) => d3.format("+.2f")(tree.advantage[e]));
   }
 
