@@ -29,9 +29,9 @@ from arborl.log import flat
 from arborl.rewards.canary import brightness
 from arborl.rewards.serve import app
 from arborl.scenes.grammar import split
+from test_docs import FENCED, MARK, NEEDS, PAGES, ROOT, SHELLS_OWN, shell
 
 from conftest import TINY
-from test_docs import FENCED, MARK, PAGES, ROOT, shell
 
 ELSEWHERE = {"extending.md"}
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]
@@ -66,6 +66,25 @@ def started(words: list[str]) -> list[str] | None:
             return None
 
 
+def run_elsewhere(words: list[str]) -> bool:
+    """What is no `arborl` and runs all the same: the suite itself, its set-up, other tests, a shell."""
+    match words:
+        case ["make" | "pip" | "tensorboard", *_]:
+            return True
+        case ["python", file, *_] if file.startswith("examples/"):  # test_extending.py
+            return True
+        case [program, *_]:
+            return program in SHELLS_OWN or program.startswith("scripts/")
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_run_or_says_what_it_needs(page: Path):
+    for command in shell(page):
+        words, told = command.words, f"say in a comment what it needs: {', '.join(NEEDS)}"
+        assert command.marked or started(words) is not None or run_elsewhere(words), f"{shlex.join(words)}: {told}"
+
+
 def smaller(words: list[str]) -> list[str]:
     if not words or words[0] not in LESS or {"-h", "--help", "--dry-run"} & {*words}:
         return words
@@ -88,7 +107,9 @@ def to_run() -> Iterator[Any]:
             if words is None or command.marked or key in seen:
                 continue
             seen.add(key)
-            yield pytest.param(page, smaller(words), id=f"{page.name}: {' '.join(command.words)}")
+            yield pytest.param(
+                page, smaller(words), command.environment, id=f"{page.name}: {shlex.join(command.words)}"
+            )
 
 
 def files(page: Path) -> dict[str, str]:
@@ -128,7 +149,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> C
             run = tmp_path / "runs" / name
             if name == "compare":
                 ends_well("compare", "mixture", "mixture tree.k=3", *LESS["compare"], "--compute", "1")
-            elif not run.exists() and words[0] != "train" or "--resume" in words:
+            elif (not run.exists() and words[0] != "train") or "--resume" in words:
                 shutil.copytree(finished, run)
             if checkpoint and not (run / "checkpoints" / checkpoint).exists():
                 shutil.copytree(run / "checkpoints" / "epoch_000001", run / "checkpoints" / checkpoint)
@@ -144,7 +165,7 @@ class Asked(uvicorn.Server):
         thread.start()
         try:
             host, port = sockets[0].getsockname()[:2]
-            assert requests.get(f"http://{host}:{port}/", timeout=30).ok
+            assert requests.get(f"http://{host}:{port}/", timeout=30).status_code in (200, 401)
         finally:
             self.should_exit = True
             thread.join()
@@ -169,11 +190,12 @@ compared: dict[str, Path] = {}
 def in_this_process(runs: Sequence[Run], *_: object) -> dict[str, str]:
     """A comparison's runs one after the other; `test_compare.py` has them in processes. Equal ones are run once."""
     for run in runs:
-        key = str({**flat(run.config), "log.dir": ""})
+        words = [*command_of(run), *FEW]  # a cell's own numbers were counted with; here they would only take longer
+        key = str({**flat(load_config(run.cell.preset, words[3:])), "log.dir": ""})
         if key in compared:
             shutil.copytree(compared[key], run.folder)
         else:
-            ends_well(*command_of(run))
+            ends_well(*words)
             compared[key] = run.folder
     return {}
 
@@ -184,9 +206,11 @@ def ends_well(*words: str) -> None:
     assert stopped.value.code == 0, words
 
 
-@pytest.mark.parametrize(("page", "words"), to_run())
-def test_it_runs(page: Path, words: list[str], folder, tiny_folder, request, monkeypatch):
+@pytest.mark.parametrize(("page", "words", "environment"), to_run())
+def test_it_runs(page: Path, words: list[str], environment: dict[str, str], folder, tiny_folder, request, monkeypatch):
     folder(page, words)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("arborl.compare.cli.execute", in_this_process)
     monkeypatch.setattr(click, "launch", lambda *_: 0)
     text = "\n".join(words)

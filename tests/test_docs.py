@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +73,8 @@ MARK = re.compile(rf"#.*\bneeds (?:{'|'.join(NEEDS)})\b")
 
 class Command(NamedTuple):
     words: list[str]
-    marked: bool
+    marked: bool = False
+    environment: dict[str, str] = {}  # noqa: RUF012 (never changed)
 
 
 def shell(page: Path) -> list[Command]:
@@ -85,8 +88,19 @@ def shell(page: Path) -> list[Command]:
             if line.startswith("#"):
                 marked = marked or MARK.match(line) is not None
             elif line.strip():
-                found.append(Command(shlex.split(line, comments=True), marked or MARK.search(line) is not None))
+                found += [one._replace(marked=marked or MARK.search(line) is not None) for one in parts(line)]
     return found
+
+
+def parts(line: str) -> Iterator[Command]:
+    """The commands of one line, without where their output goes."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    for joined, words in groupby(lexer, lambda word: word in ("&&", ";")):
+        if not joined:
+            words = list(takewhile(lambda word: not re.fullmatch(r"[|&<>]+", word), words))
+            variables = list(takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+            yield Command(words[len(variables) :], environment=dict(word.split("=", 1) for word in variables))
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -99,7 +113,9 @@ def test_marks(tmp_path: Path):
         "```sh\na   # on four GPUs\nb 'x y'  # needs a GPU: any\n# needs weights: all that follows\nc \\\n  d\n```\n"
         "```\nnot a command\n```\n```sh\ne\n```\n"
     )
-    assert shell(page) == [(["a"], False), (["b", "x y"], True), (["c", "d"], True), (["e"], False)]
+    assert shell(page) == [Command(["a"]), Command(["b", "x y"], True), Command(["c", "d"], True), Command(["e"])]
+    page.write_text('```sh\nA=1 b -c x=[d,e] > f && g "$(h i)" | j\n```\n')
+    assert shell(page) == [Command(["b", "-c", "x=[d,e]"], False, {"A": "1"}), Command(["g", "$(h i)"])]
 
 
 SHELLS_OWN = {"cd", "cat", "ls", "open", "source", "export", "git"}

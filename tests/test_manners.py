@@ -1,4 +1,4 @@
-"""How the command line behaves: asked nothing, at the Tab key, to machines, on a terminal, and given something wrong."""
+"""How the command line behaves: asked nothing, at the Tab key, to machines, on a terminal, given something wrong."""
 
 import json
 import os
