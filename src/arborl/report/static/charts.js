@@ -1,5 +1,5 @@
 "use strict";
-const INK = ["#1b6ca8", "#d1495b", "#2e933c", "#8e5ea2", "#e39a2d", "#3a9da6", "#7a5230", "#e377c2", "#6b7280", "#a3b118"];
+const INK = ["#1b6ca8", "#d1495b", "#2e933c", "#8e5ea2", "#e39a2d", "#3a9da6", "#7a5230", "#e377c2", "#6b7280", "#a3b118", "#0b3c5d", "#f2a6a0", "#8fc1a9", "#b38cd9"];
 
 /** The points of one metric: epochs where it has a value, with a band where its standard error is known. */
 function pointsOf(metrics, name, errorName) {
