@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import uvicorn
 from playwright.sync_api import Browser
 
 from arborl.cli import main
+from arborl.compare import Cell, Comparison, Protocol, write
+from arborl.compare.results import Point, Row
 from arborl.config import load_config, read_config, save_config
 from arborl.core.errors import InputError
 from arborl.log import read_metrics
@@ -302,6 +305,49 @@ def test_every_shape_of_plan_is_drawn(browser: Browser, tmp_path: Path, preset: 
         assert page.count("#tree .node") == plan.nodes
         assert page.count("#tree .edge") == plan.edges
         assert "no score" in page.page.locator("#tree .node .score").all_text_contents()
+
+
+@pytest.fixture
+def compared(run: Path, tmp_path: Path) -> Path:
+    """What `arborl compare` leaves, of two cells and two seeds, with the pictures of a real run."""
+    cells = ["tree", f"tree prompts.path='{EVIL[:40]}'"]
+    rows: list[Row] = []
+    for place, cell in enumerate(cells):
+        curves = {
+            seed: [Point(1e3 * i, i, 0.4 + 0.1 * (i + seed + place) / 3, 0.01) for i in range(4)] for seed in (0, 1)
+        }
+        finals = {seed: line[-1].score for seed, line in curves.items()}
+        rows.append(
+            Row(
+                cell, "tree", [0, 1], 3, 0.4, 0.55 + place / 10, 0.01, 2e3, 300, 3e3, 3, 2**28, 0.55 + place / 10,
+                0.01, 2e3, finals, curves,
+            )
+        )  # fmt: skip
+        shutil.copytree(run / "samples", tmp_path / Cell(cell).folder / "seed-0" / "samples")
+    (tmp_path / "tree" / "seed-0" / "report.html").write_text("a page")
+    comparison = Comparison(Protocol((0, 1), 3e3), "own", "tree", 0.55, 3e3, rows)
+    assert Comparison.from_json(comparison.as_json()) == comparison
+    write(comparison, tmp_path)
+    return tmp_path
+
+
+@needs_browser
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_a_comparison_in_the_same_style(compared: Path, browser: Browser, viewport):
+    page = Opened(browser, compared / "report.html", viewport)
+    assert page.complaints == []
+    assert [request for request in page.requests if request[:5] != "data:"] == [(compared / "report.html").as_uri()]
+    assert not page.overflows
+    assert page.count("#table tbody tr") == 2
+    table = page.text("#table")
+    assert all(text in table for text in ("0.550 ± 0.010", "0.650 ± 0.010", EVIL[:40]))
+    assert page.count("#table a") == 1, "a run's own page, where there is one"
+    assert page.count("#curves svg") == 2
+    assert page.count("#front svg circle") >= 8
+    assert page.count("#pictures tbody tr") == 3, "before, and a row for each cell"
+    assert page.count("#pictures img") == 3 * 3
+    assert EVIL in page.text("#pictures thead")
+    assert page.page.evaluate("window.hacked") is None
 
 
 def test_the_data_is_json_and_small(run: Path):
