@@ -118,7 +118,7 @@ def test_marks(tmp_path: Path):
     assert shell(page) == [Command(["b", "-c", "x=[d,e]"], False, {"A": "1"}), Command(["g", "$(h i)"])]
 
 
-SHELLS_OWN = {"cd", "cat", "ls", "open", "source", "export", "git"}
+SHELLS_OWN = {".", "cd", "cat", "ls", "open", "source", "export", "git"}
 OF_OTHERS = {"tensorboard", "accelerate", "torchrun", "hf", "wandb"}
 
 
