@@ -35,7 +35,7 @@ from conftest import TINY
 
 ELSEWHERE = {"extending.md"}
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]
-FEW = ["sample.num_prompts=1", "sample.prompts_per_epoch=null", "eval.num_prompts=2"]
+FEW = ["sample.num_prompts=1", "sample.prompts_per_epoch=null", "eval.num_prompts=2", "eval.num_steps=2"]
 QUIET = ["log.record_every=0", "log.trackers=[]"]
 LESS = {
     "train": ["train.epochs=1", *FEW, *QUIET],

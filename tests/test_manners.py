@@ -13,6 +13,7 @@ import pytest
 import arborl
 from arborl.cli import app, main, out
 from arborl.complete import reward_names
+from arborl.lock import is_taken, take
 from arborl.next import print_next
 from arborl.rewards.catalog import BUILT_IN
 
@@ -47,12 +48,22 @@ def test_alone_it_says_what_to_do_next(run: Path, capsys):
     (run / "summary.json").write_text("{")
     assert "damaged" in said()
     (run / "summary.json").unlink()
-    assert "written to just now" in said()
-    assert "arborl report --live runs/mine" in said()
-    for name in ("config.yaml", "metrics.jsonl"):
-        os.utime(run / name, (0, 0))
+    with take(run / ".lock"):
+        running = said()
+    assert "2 epochs so far, it is running" in running
+    assert "arborl report --live runs/mine" in running
+    assert "--resume" not in running
     assert "arborl train --resume runs/mine" in said()
-    shutil.rmtree(run)
+    odd = run.with_name("[red]x y")
+    shutil.copytree(run, odd)
+    os.utime(run / "config.yaml", (0, 0))
+    os.utime(run / "metrics.jsonl", (0, 0))
+    assert "arborl report --live 'runs/[red]x y'" in said(), "a name is text, and can be copied"
+    shutil.rmtree(odd)
+    (odd / "config.yaml").mkdir(parents=True)
+    (run.parent / "nowhere").symlink_to("gone")
+    assert "runs/" in said()
+    shutil.rmtree(run.parent)
     assert "arborl train" in said()
 
 
@@ -162,6 +173,21 @@ def test_machines_get_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert ended("report", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert Path(told["report"]).stat().st_size == told["bytes"]
+
+
+def test_a_run_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["train.epochs=1", "sample.num_prompts=2", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]"]
+    assert ended("train", "-c", "mixture", "run_name=x", *small) == 0
+    assert not is_taken(Path("runs/x/.lock"))
+    before = Path("runs/x/metrics.jsonl").read_bytes()
+    with take(Path("runs/x/.lock")):
+        assert is_taken(Path("runs/x/.lock"))
+        capsys.readouterr()
+        assert ended("train", "--resume", "runs/x", "train.epochs=2") == 2
+        assert "error: run=runs/x: another process is writing to it" in capsys.readouterr().err
+    assert Path("runs/x/metrics.jsonl").read_bytes() == before
+    assert ended("train", "--resume", "runs/x", "train.epochs=2") == 0
 
 
 def test_names_for_notebooks():

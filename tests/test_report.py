@@ -18,11 +18,11 @@ from arborl.cli import main
 from arborl.compare import Cell, Comparison, Protocol, write
 from arborl.compare.results import Point, Row
 from arborl.config import load_config, read_config, save_config
-from arborl.core.errors import InputError
 from arborl.log import read_metrics
 from arborl.plan import plan_at
 from arborl.record import RecordedTree
 from arborl.report import read, write_report
+from arborl.report.data import ROWS, _as_the_run_saw, _some, columns
 from arborl.report.live import app
 from arborl.report.page import render
 from arborl.report.pictures import spread, spread_within
@@ -125,7 +125,7 @@ def test_the_tree_is_the_plan_and_the_slider_goes_through_the_epochs(run: Path, 
         scores = page.page.locator("#tree .node .score").all_text_contents()
         assert sorted(scores) == sorted(f"{s:.3f}" for s in tree_at(run, epoch).scores["total"].tolist())
         row = read_metrics(run)[epoch]
-        for name in ("reward", "ratio", "clip_ratio", "advantage_abs"):
+        for name in ("rewards/own/mean", "ratio", "clip_ratio", "advantage_abs"):
             assert number(page.text(f'[data-metric="{name}"]')) == pytest.approx(shown(row[name])), name
         slider.press("ArrowLeft")
     assert len(windows) == 2, "the window moves, and so does its mark"
@@ -163,7 +163,7 @@ def test_hovering_tells_what_the_files_say(run: Path, browser: Browser):
         assert f"epoch {epoch}" in tip.text_content()
         assert f"held-out, by ODE {shown(row['eval/own'])} ± {shown(row['eval/own_stderr'], 2)}" in tip.text_content()
         if "reward" in row:
-            expected = f"training leaves {shown(row['reward'])} ± {shown(row['reward_stderr'], 2)}"
+            expected = f"training leaves {shown(row['rewards/own/mean'])} ± {shown(row['rewards/own/stderr'], 2)}"
             assert expected in tip.text_content()
 
 
@@ -369,6 +369,61 @@ def test_many_recorded_epochs_are_thinned_evenly():
     assert spread(items[:1], 48) == items[:1]
 
 
+def test_epochs_that_are_done_again_leave_nothing_behind(tmp_path: Path):
+    """A run that is taken back to an earlier checkpoint shows no tree and no picture of what was undone."""
+    small = ["sample.num_prompts=2", "eval.num_prompts=2", "eval.every=1", "log.record_every=1", "log.trackers=[]"]
+    small += [f"log.dir={tmp_path}", "run_name=x", "log.save_every=2", "log.keep=9"]
+    folder = train(load_config("mixture", ["train.epochs=4", *small]))
+    shutil.rmtree(folder / "checkpoints" / "epoch_000004")
+    train(load_config("mixture", ["train.epochs=3", *small]), folder)
+    data = read(folder)
+    assert [tree["epoch"] for tree in data["trees"]] == [0, 1, 2]
+    assert [sheet["epoch"] for sheet in data["sheets"]] == [0, 1, 2, 3]
+    assert data["metrics"]["epoch"] == [0, 1, 2, 3]
+
+
+@needs_browser
+def test_several_rewards_are_each_shown_as_they_are(browser: Browser, tmp_path: Path):
+    """A sum of z-scores is 0 whatever happens; a weight is no part of a score."""
+    settings = ["+rewards.bright.fn=brightness", "+rewards.bright.weight=-2", "train.epochs=2", "sample.num_prompts=2"]
+    settings += ["eval.num_prompts=3", "log.record_every=1", "log.trackers=[]", f"log.dir={tmp_path}"]
+    folder = train(load_config("mixture", settings))
+    page, row = Opened(browser, folder / "report.html", WIDE), read_metrics(folder)[1]
+    assert page.complaints == []
+    assert page.count("#curves svg[role=img]") == 2
+    for name in ("place", "bright"):
+        assert number(page.text(f'[data-metric="rewards/{name}/mean"]')) == pytest.approx(
+            shown(row[f"rewards/{name}/mean"])
+        )
+    told = details(page)
+    assert {"score-place", "score-bright", "score-total"} <= told.keys()
+
+
+def test_signs_of_hacking_are_those_that_the_run_saw():
+    """Of the epoch that an evaluation stands before nothing was known yet."""
+    rows = [{"epoch": 0, "eval/p": 0.0, "eval/pictures/dark": 0.1, "diversity": 1.0}]
+    rows += [{"epoch": 1, "diversity": 0.9}, {"epoch": 2, "eval/p": 2.0, "eval/pictures/dark": 0.1, "diversity": 0.05}]
+    seen = _as_the_run_saw(rows)
+    assert seen == [
+        {"epoch": 0, "eval/p": 0.0, "eval/pictures/dark": 0.1},
+        {"diversity": pytest.approx(0.95)},
+        {"epoch": 2, "eval/p": 2.0, "eval/pictures/dark": 0.1},
+        {"diversity": 0.05},
+    ]
+
+
+def test_long_runs_stay_small():
+    rows = [
+        {"epoch": epoch, "reward": epoch / 7, **({"eval/p": 1.0} if epoch % 100 == 0 else {})}
+        for epoch in range(20_000)
+    ]
+    some = _some(rows)
+    assert len(some) <= ROWS + 201
+    assert [row["epoch"] for row in some if "eval/p" in row] == list(range(0, 20_000, 100))
+    assert some[-1] is rows[-1]
+    assert len(json.dumps(columns(some))) < 100_000
+
+
 def test_what_cannot_be_shown_is_one_line(run: Path, tmp_path: Path, capsys, monkeypatch):
     def fails(*arguments: str) -> str:
         with pytest.raises(SystemExit) as end:
@@ -393,5 +448,15 @@ def test_what_cannot_be_shown_is_one_line(run: Path, tmp_path: Path, capsys, mon
     for name in ("epoch_000000.png", "epoch_000000.json"):
         (tmp_path / "broken" / "samples" / name).write_text("{}")
     assert "samples/epoch_000000.json: cannot be read" in fails("broken")
-    with pytest.raises(InputError):
-        read(tmp_path / "broken")
+    assert "cannot be written" in fails(str(run), "--out", "nowhere/page.html")
+    assert "cannot be written" in fails(str(run), "--out", str(tmp_path))
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
+    assert "is not a run folder" in fails("--live", "nosuchrun")
+    (tmp_path / "broken" / "trees").mkdir()
+    shutil.rmtree(tmp_path / "broken" / "samples")
+    for text in ("{", "[]", '{"format": "arborl.tree", "version": 3}', "\xff"):
+        (tmp_path / "broken" / "trees" / "epoch_000000.json").write_bytes(text.encode("latin-1"))
+        shutil.copy(run / "trees" / "epoch_000000.safetensors", tmp_path / "broken" / "trees")
+        assert "trees/epoch_000000" in fails("broken")
+    (tmp_path / "broken" / "metrics.jsonl").write_text("3\n")
+    assert "line 1 of its metrics.jsonl is damaged" in fails("broken")

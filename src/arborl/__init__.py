@@ -42,18 +42,20 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def _from_home(name: str) -> property:
-    # The empty setter is for `train`: importing the module of that name would else put it in the function's place.
-    return property(lambda _: getattr(importlib.import_module(_HOMES[name], __name__), name), lambda _, module: None)
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
 
 
 class _Package(ModuleType):
-    """This package, whose names are looked up where they live."""
+    """This package. Importing its module `train` would put that in the function's place; so the place is taken."""
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOMES})
+    train = property(lambda self: __getattr__("train"), lambda self, module: None)
 
 
-for _name in _HOMES:
-    setattr(_Package, _name, _from_home(_name))
 sys.modules[__name__].__class__ = _Package

@@ -353,7 +353,7 @@ def report(folder: Path | None, live: bool, to: Path | None, port: int, opens: b
     Example: arborl report runs/tree-1
     """
     from .next import newest_run
-    from .report import write_report
+    from .report import read, write_report
     from .report.live import app as live_page
     from .serving import serve_at
 
@@ -374,6 +374,7 @@ def report(folder: Path | None, live: bool, to: Path | None, port: int, opens: b
         if opens:
             click.launch(at)
 
+    read(folder)  # what cannot be shown is told now
     serve_at("127.0.0.1", port, live_page(folder), announce)
 
 

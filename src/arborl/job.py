@@ -461,7 +461,7 @@ def _std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
 
 
 def _stderr(scores: Float[Tensor, "prompts leaves"]) -> float:
-    """How far chance among the prompts moves a mean: a prompt's leaves share its difficulty, so its mean counts once."""
+    """How far chance among prompts moves a mean: a prompt's leaves share its difficulty, so its mean counts once."""
     means = scores.nanmean(1)
     means = means[~means.isnan()]
     return float(means.std() / len(means) ** 0.5) if len(means) > 1 else math.nan

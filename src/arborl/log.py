@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import tempfile
 import threading
@@ -26,10 +27,13 @@ from .checks import Finding
 from .config import save_config, with_whole_paths
 from .config.schema import Config
 from .core.errors import InputError
+from .lock import take
 from .together import all_or_none
 from .trackers import show, start
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
+LOCK = ".lock"
+"""In a run's folder, held by the process that writes there."""
 BLOCKS = 24
 """Length of the bar that shows where an epoch's time went, all stages together."""
 
@@ -51,6 +55,8 @@ class Run:
         self.folder = Path(broadcast_object_list(name)[0])
         config.run_name = self.folder.name
         with all_or_none(accelerator):
+            with self.writing():
+                self.lock = take(self.folder / LOCK) if self.main else None
             if self.main and resume:
                 self._take_over(config, epoch)
         accelerator.project_configuration.logging_dir = str(self.folder)
@@ -124,6 +130,8 @@ class Run:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
         threading.excepthook = self._hook
+        if self.lock:
+            self.lock.close()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -143,7 +151,13 @@ class Run:
         """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
         kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
         with self.writing():
-            (self.folder / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
+            for name in ("summary.json", "report.html"):  # of an end that is none any more
+                (self.folder / name).unlink(missing_ok=True)
+            for path in [*self.folder.glob("trees/epoch_*"), *self.folder.glob("samples/epoch_*")]:
+                # An evaluation is of the weights that its epoch starts from: this epoch's are these.
+                undone = epoch + (path.parent.name == "samples")
+                if (found := re.match(r"epoch_(\d+)", path.name)) and int(found[1]) >= undone:
+                    path.unlink()
             write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
             sync(self.folder / ".config.yaml.tmp")
@@ -154,9 +168,13 @@ class Run:
 def write_whole(path: Path, text: str) -> None:
     """A file that is there complete or as it was before."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.replace(path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync(aside)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -168,8 +186,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _row(folder: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError
+        return row
+    except ValueError:
         problem = f"line {number} of its metrics.jsonl is damaged"
         raise InputError("run", folder, problem, "the run without that line") from None
 

@@ -1,13 +1,15 @@
 """`arborl` alone: where one stands, and what to do next."""
 
 import json
-import time
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__
+from .lock import is_taken
 
 FIRST = {
     "arborl plan": "the default tree, and what an epoch of it costs; loads nothing",
@@ -15,8 +17,6 @@ FIRST = {
     "arborl rewards": "the rewards there are, and what each of them lacks here",
     "arborl -h": "every command; each has a -h of its own",
 }
-RECENT = 120.0
-"""Seconds in which a run that goes on is thought to have written something."""
 
 
 def print_next(out: Console, base: Path = Path("runs")) -> None:
@@ -28,9 +28,9 @@ def print_next(out: Console, base: Path = Path("runs")) -> None:
         out.print(f"{run}: {state}", markup=False, highlight=False)
         steps = own | {"arborl -h": FIRST["arborl -h"]}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold", style="bold")
     for command, what in steps.items():
-        table.add_row(command, what)
+        table.add_row(Text(command), what)
     out.print(table)
 
 
@@ -41,6 +41,7 @@ def newest_run(base: Path = Path("runs")) -> Path | None:
 
 def _standing(run: Path) -> tuple[str, dict[str, str]]:
     """How far a run is, and what goes well with that."""
+    name = shlex.quote(str(run))
     if (run / "summary.json").is_file():
         try:
             summary = json.loads((run / "summary.json").read_bytes())
@@ -50,21 +51,21 @@ def _standing(run: Path) -> tuple[str, dict[str, str]]:
         except (ValueError, KeyError, TypeError):
             state = "finished; its summary.json is damaged"
         return state, {
-            f"arborl report --open {run}": "look at it: curves, trees, pictures, times",
-            f"arborl sample --run {run}": "pictures by its weights",
-            f"arborl eval --run {run}": "scores on held-out prompts",
-            f"arborl export {run} my-model": "weights for diffusers and ComfyUI",
-            f"arborl train --resume {run} train.epochs=…": "train it further",
+            f"arborl report --open {name}": "look at it: curves, trees, pictures, times",
+            f"arborl sample --run {name}": "pictures by its weights",
+            f"arborl eval --run {name}": "scores on held-out prompts",
+            f"arborl export {name} my-model": "weights for diffusers and ComfyUI",
+            f"arborl train --resume {name} train.epochs=…": "train it further",
             "arborl compare tree mix dance": "methods side by side, at equal compute",
         }
-    going_on = time.time() - _written(run) < RECENT
     lines = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").is_file() else 0
-    state = f"{lines} epochs so far{', written to just now' if going_on else '; it was cut off, or waits'}"
-    steps = {f"arborl report --live {run}": "watch it in the browser"}
-    if not going_on:
-        steps[f"arborl train --resume {run}"] = "go on with it"
-    return state, steps | {f"arborl doctor --run {run}": "is something wrong with it?"}
+    steps = {f"arborl report --live {name}": "watch it in the browser"}
+    if not is_taken(run / ".lock"):
+        steps[f"arborl train --resume {name}"] = "go on with it"
+    state = f"{lines} epochs so far, {'it is running' if len(steps) == 1 else 'it was cut off'}"
+    return state, steps | {f"arborl doctor --run {name}": "is something wrong with it?"}
 
 
 def _written(run: Path) -> float:
-    return max((run / name).stat().st_mtime for name in ("config.yaml", "metrics.jsonl") if (run / name).is_file())
+    files = (run / name for name in ("config.yaml", "metrics.jsonl"))
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)

@@ -95,10 +95,16 @@ class RecordedTree:
     def load(cls, stem: Path) -> "RecordedTree":
         stem = stem.with_suffix("")
         try:
-            head = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-            tensors = load_file(stem.with_suffix(".safetensors"))
-        except (OSError, json.JSONDecodeError, SafetensorError) as error:
+            return cls._load(stem)
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise InputError("tree file", stem, f"cannot be read ({error})") from None
+
+    @classmethod
+    def _load(cls, stem: Path) -> "RecordedTree":
+        head = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+        tensors = load_file(stem.with_suffix(".safetensors"))
         if head.get("format") != "arborl.tree" or head.get("version") not in READABLE:
             found = f"{head.get('format')} version {head.get('version')}"
             raise InputError("tree file", stem, f"is {found}", f"arborl.tree version {VERSION}")

@@ -2,8 +2,9 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def start(accelerator: Accelerator, folder: Path, epoch: int, resumed: bool, set
         "wandb": {"name": folder.name, "dir": str(folder), "id": wandb_id(folder), "resume": "allow"},
         "trackio": {"name": folder.name, "resume": "allow" if resumed else "never"},
     }
-    with wandb_told(names):
+    with wandb_told(names), redirect_stdout(sys.stderr):  # some greet; stdout is for what was asked for
         accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
 
 

@@ -23,6 +23,7 @@ from ..checkpoint import checkpoints
 from ..config import load_config, read_config
 from ..config.schema import Config
 from ..core.errors import InputError
+from ..lock import is_taken
 from ..log import changes
 from ..plan import check_plan, costs, epochs_within
 from . import worker
@@ -170,7 +171,7 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
 
 def command_of(run: Run) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
-    if worker.is_running(log_of(run)):
+    if is_taken(log_of(run)):
         raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
     if run.folder.is_dir() and not checkpoints(run.folder / "checkpoints"):
         shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
@@ -252,7 +253,7 @@ def execute(
                     os.kill(pid, signal.SIGINT)
             for run, process in running.values():
                 process.join()
-                while worker.is_running(log_of(run)):  # the forkserver may be gone before its children
+                while is_taken(log_of(run)):  # the forkserver may be gone before its children
                     time.sleep(0.1)
     on_change([], done, failed)
     return failed

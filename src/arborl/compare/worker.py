@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..lock import fcntl
+
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that end a comparison. The forkserver does not listen to them: it must outlive its children."""
 
@@ -19,7 +21,7 @@ def run(arguments: Sequence[str], log: Path, threads: int) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    if fcntl := _fcntl():
+    if fcntl:
         fcntl.flock(sys.stdout.fileno(), fcntl.LOCK_EX)
     import torch
 
@@ -27,25 +29,3 @@ def run(arguments: Sequence[str], log: Path, threads: int) -> None:
 
     torch.set_num_threads(threads)
     main(list(arguments))
-
-
-def is_running(log: Path) -> bool:
-    """Whether a process is writing this log."""
-    fcntl = _fcntl()
-    if fcntl is None or not log.is_file():
-        return False
-    with log.open("ab") as file:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _fcntl():
-    """Locks, where the system has them."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    return fcntl

@@ -8,11 +8,10 @@ from ..compare.results import Comparison, band, pareto
 from ..compare.runs import Cell
 from ..core.errors import InputError
 from .data import sheets_of
-from .pictures import spread_within
 
 FILE = "compare.json"
-PICTURES = 6_000_000
-"""Bytes that all cells' pictures may take."""
+COLUMNS = 8
+"""Captions whose pictures are shown."""
 
 
 def is_comparison(folder: Path) -> bool:
@@ -27,6 +26,8 @@ def comparison_data(folder: Path) -> dict[str, Any]:
         raise InputError("comparison", folder / FILE, f"cannot be read ({error})") from None
     rows = sorted(comparison.rows, key=lambda row: -row.score_at_equal_compute)
     head, *cells = comparison.table()
+    sheets = {row.cell: sheets_of(folder / Cell(row.cell).folder / f"seed-{row.seeds[0]}") for row in rows}
+    sheets = {cell: found for cell, found in sheets.items() if found}
     return {
         "kind": "comparison",
         "name": folder.resolve().name,
@@ -34,31 +35,25 @@ def comparison_data(folder: Path) -> dict[str, Any]:
         "version": __version__,
         "finished": True,
         "reward": comparison.reward,
-        "baseline": comparison.baseline,
-        "target": comparison.target,
         "notes": comparison.notes(),
         "table": {"head": head, "rows": cells},
         "cells": [
             {
                 "cell": row.cell,
                 "curves": {across: band(list(row.curves.values()), across) for across in ("compute", "seconds")},
-                "pictures": _pictures(folder, row.cell, row.seeds[0], PICTURES // len(rows)),
+                "pictures": _first(sheets[row.cell][-1]) if row.cell in sheets else None,
                 "reports": _reports(folder, row.cell, row.seeds),
             }
             for row in rows
         ],
+        "before": _first(next(iter(sheets.values()))[0]) if sheets else None,
         "front": [{"x": compute, "y": score, "cell": cell} for compute, score, cell in pareto(rows)],
     }
 
 
-def _pictures(folder: Path, cell: str, seed: int, most: int) -> dict[str, Any] | None:
-    """The first and the last evaluation's pictures of a cell's first seed, where its run is still there."""
-    found = sheets_of(folder / Cell(cell).folder / f"seed-{seed}")
-    if not found:
-        return None
-    first, last = found[0]["pictures"], found[-1]["pictures"]
-    both = [{"before": before, "after": after} for before, after in zip(first, last, strict=False)]
-    return {"epoch": found[-1]["epoch"], "pictures": spread_within(both, most)}
+def _first(sheet: dict[str, Any]) -> dict[str, Any]:
+    """The same captions of every cell."""
+    return {"epoch": sheet["epoch"], "pictures": sheet["pictures"][:COLUMNS]}
 
 
 def _reports(folder: Path, cell: str, seeds: list[int]) -> dict[int, str]:

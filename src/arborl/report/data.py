@@ -14,8 +14,8 @@ from .. import __version__
 from ..config import knobs, load_config, read_config
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..draw import leaf_order, profile
-from ..log import STAGES, flat, read_metrics
+from ..draw import leaf_order
+from ..log import STAGES, flat, read_metrics, seconds_by_stage
 from ..record import RecordedTree
 from ..rewards.base import weights_of
 from ..watch import LIMITS, hacking, statistic
@@ -23,6 +23,8 @@ from .pictures import as_webp, spread, spread_within
 
 TREES, SHEETS, EPOCHS = 4_000_000, 3_000_000, 48
 """Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out."""
+ROWS, LOOKS = 1500, 60
+"""Lines of metrics that are drawn besides those with an evaluation; and evaluations that are looked at for hacking."""
 
 
 def run_data(folder: Path) -> dict[str, Any]:
@@ -36,14 +38,15 @@ def run_data(folder: Path) -> dict[str, Any]:
     sheets = _sheet_files(folder)
     return {
         "kind": "run",
-        "name": folder.name,
+        "name": folder.resolve().name,
         "folder": str(folder),
         "version": __version__,
         "finished": (folder / "summary.json").is_file(),
         "epochs": None if config.train.max_seconds else config.train.epochs,
         "summary": _summary(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
-        "metrics": columns(rows),
+        "metrics": columns(_some(rows)),
+        "seconds": {name: spent for name, spent in seconds_by_stage(rows).items() if spent},
         "stages": list(STAGES),
         "watch": _watch(rows, weights, config),
         "trees": spread_within([_tree(path, path.stat().st_mtime_ns) for path in spread(trees, EPOCHS)], TREES),
@@ -54,10 +57,23 @@ def run_data(folder: Path) -> dict[str, Any]:
     }
 
 
+def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines enough to draw a curve by, all evaluations among them."""
+    plain = [row for row in rows if not any(name.startswith("eval/") for name in row)]
+    kept = {id(row) for row in spread(plain, ROWS)} | {id(row) for row in plain[-1:]}
+    left_out = {id(row) for row in plain} - kept
+    return [row for row in rows if id(row) not in left_out]
+
+
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Metrics by name, a value for each row, None where a row has none."""
     names = dict.fromkeys(["epoch", *(name for row in rows for name in row)])
-    return {name: [row.get(name) for row in rows] for name in names}
+    return {name: [_short(row.get(name)) for row in rows] for name in names}
+
+
+def _short(value: float | None) -> float | None:
+    """Eight significant digits; JSON has no NaN."""
+    return None if value is None or value != value else value if isinstance(value, int) else float(f"{value:.8g}")
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
@@ -85,15 +101,29 @@ def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Con
     """When the run looked like reward hacking and by which signs; the bounds that each statistic is held to."""
     trained = {name: -1.0 if weight < 0 else 1.0 for name, weight in weights.items() if weight}
     watched = [name for name in config.eval.rewards if not weights[name]]
-    when = [i for i, row in enumerate(rows) if any(row.get(f"eval/{name}") is not None for name in weights)]
-    told = {rows[i]["epoch"]: hacking(rows[: i + 1], trained, watched) for i in when}
+    looks = _as_the_run_saw(rows)
+    when = [i for i, row in enumerate(looks) if any(row.get(f"eval/{name}") is not None for name in weights)]
+    told = {looks[i]["epoch"]: hacking(looks[: i + 1], trained, watched) for i in spread(when, LOOKS)}
     bounds: dict[str, dict[str, float]] = {}
     for name, (left, added) in LIMITS.items():
-        first = statistic(rows, name)[0]
+        first = statistic(looks, name)[0]
         if first is not None:
             bounds[name] = {"low": first * left} if left else {"high": first + added}
     signs = [{"epoch": epoch, "signs": found} for epoch, found in told.items() if found]
-    return {"mode": config.eval.watch, "watched": watched, "signs": signs, "bounds": bounds}
+    return {"watched": watched, "signs": signs, "bounds": bounds}
+
+
+def _as_the_run_saw(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Evaluations by themselves, as they come before their epoch's training, and between them the mean diversity."""
+    seen: list[dict[str, Any]] = []
+    since: list[float] = []
+    for row in rows:
+        if any(name.startswith("eval/") for name in row):
+            seen += [{"diversity": sum(since) / len(since)}] if since else []
+            seen.append({name: value for name, value in row.items() if name == "epoch" or name.startswith("eval/")})
+            since = []
+        since += [row["diversity"]] if row.get("diversity") is not None else []
+    return seen + ([{"diversity": sum(since) / len(since)}] if since else [])
 
 
 @lru_cache(maxsize=256)
@@ -102,14 +132,14 @@ def _tree(path: Path, changed: int) -> dict[str, Any]:
     tree = RecordedTree.load(path)
     plan = tree.plan
     noisy = [bool(plan.stochastic[level.edges].any()) for level in plan.levels]
-    first = [plan.step[level.edges][0] for level in plan.levels]
-    sigmas = [float(plan.schedule.sigma[step]) for step in first]
-    std = plan.coefficients.std
+    steps = [plan.step[level.edges].unique() for level in plan.levels]
+    # A tail in fewer steps may be at another noise level than its neighbours of the same depth.
+    sigmas = [float(plan.schedule.sigma[step[0]]) if len(step) == 1 else None for step in steps]
+    rewards = [name for name in tree.scores if name != "total" and "/" not in name]
     return {
         "epoch": tree.epoch,
         "prompt": tree.prompt,
         "kernel": plan.kernel,
-        "profile": profile(plan),
         "roots": plan.roots,
         "parent": plan.parent.tolist(),
         "depth": plan.depth.tolist(),
@@ -120,11 +150,12 @@ def _tree(path: Path, changed: int) -> dict[str, Any]:
         "sigma": numbers(plan.schedule.sigma[plan.step]),
         "sigma_next": numbers(plan.schedule.sigma_next[plan.step]),
         "eta": numbers(plan.eta),
-        "std": numbers(std),
+        "std": numbers(plan.coefficients.std),
         "log_density": numbers(torch.where(plan.stochastic, tree.log_density.double(), torch.nan)),
         "ratio": numbers(tree.ratio),
         "advantage": numbers(tree.advantage),
         "kept": tree.kept.tolist(),
+        "shown": rewards[0] if len(rewards) == 1 else "total",
         "scores": {name: numbers(values) for name, values in tree.scores.items()},
         "pictures": {
             node: as_webp(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
@@ -134,8 +165,7 @@ def _tree(path: Path, changed: int) -> dict[str, Any]:
 
 
 def numbers(values: Tensor) -> list[float | None]:
-    """Eight significant digits; JSON has no NaN."""
-    return [None if value != value else float(f"{value:.8g}") for value in values.double().tolist()]
+    return [_short(value) for value in values.double().tolist()]
 
 
 def _sheet_files(folder: Path) -> list[Path]:

@@ -15,6 +15,14 @@ from ..core.errors import InputError
 from .page import read, render
 
 
+def _state(folder: Path) -> str:
+    """A word that changes when a file does that the page shows."""
+    patterns = ("*.json*", "config.yaml", "trees/*.json", "samples/*.json")
+    shown = [path for pattern in patterns for path in folder.glob(pattern)]
+    stats = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(shown) if path.is_file()]
+    return f'"{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]}"'
+
+
 def app(folder: Path) -> Starlette:
     """The page and its data, read anew at each request; pictures that were read before are kept."""
 
@@ -25,14 +33,13 @@ def app(folder: Path) -> Starlette:
             return PlainTextResponse(str(error), status_code=503)
 
     def data(request: Request) -> Response:
+        headers = {"ETag": _state(folder), "Cache-Control": "no-store"}
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
         try:
             text = json.dumps(read(folder), allow_nan=False)
         except (InputError, OSError) as error:  # a file may be on its way; the page asks again
             return PlainTextResponse(str(error), status_code=503)
-        tag = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
-        headers = {"ETag": tag, "Cache-Control": "no-store"}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
         return Response(text, media_type="application/json", headers=headers)
 
     # A page elsewhere could have its name point here and read the answers; it cannot choose the Host header.

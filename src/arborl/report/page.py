@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from ..core.errors import InputError
 from ..log import write_whole
 from .comparison import comparison_data, is_comparison
 from .data import run_data
@@ -28,9 +29,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write_report(folder: Path, to: Path | None = None) -> Path:
     """Write the page of a run or a comparison, into its folder if nothing else is said; complete or not at all."""
-    to = to or folder / "report.html"
-    write_whole(to, render(read(folder)))
-    return to
+    place = to or folder / "report.html"
+    beside = place.resolve().parent == folder.resolve()  # so that links to other pages in it lead there
+    try:
+        write_whole(place, render(read(folder) | {"linked": beside}))
+    except OSError as error:
+        raise InputError("--out", place, f"cannot be written ({error.strerror})") from None
+    return place
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:

@@ -1,6 +1,11 @@
 "use strict";
 const INK = ["#1b6ca8", "#d1495b", "#2e933c", "#8e5ea2", "#e39a2d", "#3a9da6", "#7a5230", "#e377c2", "#6b7280", "#a3b118", "#0b3c5d", "#f2a6a0", "#8fc1a9", "#b38cd9"];
 
+/** Where in a list by epochs the one nearest to an epoch stands; the newest for none. */
+function nearest(items, epoch) {
+  return epoch === null ? items.length - 1 : d3.leastIndex(items, (item) => Math.abs(item.epoch - epoch));
+}
+
 /** The points of one metric: epochs where it has a value, with a band where its standard error is known. */
 function pointsOf(metrics, name, errorName) {
   const values = metrics[name] || [], errors = metrics[errorName] || [];
@@ -87,7 +92,7 @@ function timeChart(host, data) {
       Plot.tip(tips, Plot.pointerX({ x: "x", y: "y", title: "text", fontSize: 12 })),
     ],
   }, "seconds of each epoch, by stage"));
-  const totals = known.map((stage, i) => [stage, d3.sum(rows, (row) => row.spent[i])]).sort((a, b) => b[1] - a[1]);
+  const totals = Object.entries(data.seconds).sort((a, b) => b[1] - a[1]);
   const all = d3.sum(totals, (t) => t[1]);
   host.append(h("table", { class: "compact" },
     h("thead", {}, h("tr", {}, ["stage", "seconds", "share"].map((name) => h("th", {}, name)))),

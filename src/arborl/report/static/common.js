@@ -44,6 +44,7 @@ function drawAll(data) {
   page.data = data;
   const main = document.getElementById("main");
   const focused = document.activeElement?.dataset?.focus;
+  const opened = new Set([...main.querySelectorAll("details[open]")].map((details) => details.dataset.focus));
   main.querySelector("noscript")?.remove();
   for (const { id, title, draw } of page.sections) {
     let host = document.getElementById(id);
@@ -57,6 +58,9 @@ function drawAll(data) {
     host.hidden = draw(body, data) === false;
     body.style.minHeight = "";
   }
+  main.querySelectorAll("details").forEach((details) => (details.open = opened.has(details.dataset.focus)));
+  const shown = page.sections.filter(({ id }) => !document.getElementById(id).hidden);
+  document.getElementById("places").replaceChildren(...shown.map(({ id, title }) => h("a", { href: `#${id}` }, title)));
   if (focused) document.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
@@ -65,11 +69,8 @@ function start(drawHead) {
     drawHead(document.getElementById("head"), data);
     drawAll(data);
   };
+  document.getElementById("head").after(h("nav", { id: "places", "aria-label": "sections" }));
   redraw(JSON.parse(document.getElementById("data").textContent));
-  const places = page.sections.filter(({ id }) => !document.getElementById(id).hidden);
-  document.getElementById("head").after(
-    h("nav", { "aria-label": "sections" }, places.map(({ id, title }) => h("a", { href: `#${id}` }, title))),
-  );
   let width = document.body.clientWidth;
   new ResizeObserver(() => {
     if (Math.abs(document.body.clientWidth - width) < 2) return;
@@ -81,9 +82,13 @@ function start(drawHead) {
 
 /** Ask the server that sent this page for what is new, as long as it answers. */
 function follow(redraw) {
-  const state = h("p", { class: "live", role: "status" }, "live");
-  document.getElementById("head").after(state);
+  const state = h("span", { role: "status" }, "live"), looked = h("span", {});
+  document.getElementById("head").after(h("p", { class: "live" }, state, looked));
   let tag = null;
+  const tell = (text, kind) => { // a screen reader speaks at every change
+    if (state.textContent !== text) state.textContent = text;
+    state.className = kind;
+  };
   const ask = async () => {
     if (!document.hidden) {
       try {
@@ -92,11 +97,11 @@ function follow(redraw) {
           tag = answer.headers.get("ETag");
           redraw(await answer.json());
         } else if (answer.status !== 304) throw new Error((await answer.text()).slice(0, 200));
-        state.textContent = page.data.finished ? "the run is finished" : `live, looked at ${new Date().toLocaleTimeString()}`;
-        state.className = "live";
+        tell(page.data.finished ? "the run is finished" : "live", "");
+        looked.textContent = `, looked at ${new Date().toLocaleTimeString()}`;
       } catch (error) {
-        state.textContent = `no news: ${error.message}`;
-        state.className = "live lost";
+        tell(`no news: ${error.message}`, "lost");
+        looked.textContent = "";
       }
     }
     setTimeout(ask, 2000);

@@ -13,7 +13,7 @@ function tableSection(host, data) {
   const ink = inkOf(data);
   const rows = data.table.rows.map(([cell, ...values], i) => h("tr", {},
     h("td", {}, h("span", { class: "key" }, h("i", { style: `background:${ink.get(cell)}` })), h("code", {}, cell),
-      Object.entries(data.cells[i].reports).map(([seed, place]) => [" ", h("a", { href: place }, `seed ${seed}`)])),
+      (data.linked ? Object.entries(data.cells[i].reports) : []).map(([seed, place]) => [" ", h("a", { href: place }, `seed ${seed}`)])),
     values.map((value) => h("td", { class: "number" }, value))));
   host.append(h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, data.table.head.map((name, i) => h("th", { class: i ? "number" : null }, name)))), h("tbody", {}, rows))),
     h("p", { class: "note" }, data.notes));
@@ -53,12 +53,12 @@ function frontSection(host, data) {
 function picturesSection(host, data) {
   const shown = data.cells.filter(({ pictures }) => pictures?.pictures.length);
   if (!shown.length) return false;
-  const first = shown[0].pictures.pictures, columns = d3.range(Math.min(8, ...shown.map(({ pictures }) => pictures.pictures.length)));
+  const before = data.before.pictures, columns = d3.range(Math.min(before.length, ...shown.map(({ pictures }) => pictures.pictures.length)));
   const face = (picture) => h("td", {}, h("img", { src: picture.src, alt: picture.prompt, title: picture.prompt }), h("small", {}, num(picture.scores[data.reward], 3)));
   host.append(h("div", { class: "scroll" }, h("table", { class: "faces" },
-    h("thead", {}, h("tr", {}, h("th", {}, ""), columns.map((i) => h("th", {}, first[i].before.prompt)))),
-    h("tbody", {}, h("tr", {}, h("th", {}, "before"), columns.map((i) => face(first[i].before))),
-      shown.map(({ cell, pictures }) => h("tr", {}, h("th", {}, h("code", {}, cell), h("br"), `after ${pictures.epoch} epochs`), columns.map((i) => face(pictures.pictures[i].after))))))),
+    h("thead", {}, h("tr", {}, h("th", {}, ""), columns.map((i) => h("th", {}, before[i].prompt)))),
+    h("tbody", {}, h("tr", {}, h("th", {}, "before"), columns.map((i) => face(before[i]))),
+      shown.map(({ cell, pictures }) => h("tr", {}, h("th", {}, h("code", {}, cell), h("br"), `after ${pictures.epoch} epochs`), columns.map((i) => face(pictures.pictures[i]))))))),
     h("p", { class: "note" }, `The same captions and the same noise for every cell, with the ${data.reward} of each picture.`));
   return true;
 }

@@ -1,7 +1,7 @@
 "use strict";
 // The evaluations' pictures: the same prompts and the same noise, before and after.
 
-const sheetView = { index: null };
+const sheetView = { epoch: null }; // null follows the newest
 
 function picturesSection(host, data) {
   const { sheets } = data;
@@ -13,29 +13,30 @@ function picturesSection(host, data) {
     grid.append(...first.pictures.map((picture) => pair([picture], [])));
     return true;
   }
-  if (sheetView.index === null || sheetView.following) sheetView.index = sheets.length - 1;
   const show = (index) => {
-    sheetView.index = index;
-    sheetView.following = index === sheets.length - 1;
+    sheetView.epoch = index === sheets.length - 1 ? null : sheets[index].epoch;
     const now = sheets[index];
     said.textContent = `before, and after ${now.epoch} epochs; the same noise`;
     slider.setAttribute("aria-valuetext", `after ${now.epoch} epochs`);
     grid.replaceChildren(...now.pictures.map((picture, i) => pair([first.pictures[i], picture], ["before", `after ${now.epoch}`])));
   };
   const slider = h("input", {
-    type: "range", min: 1, max: sheets.length - 1, value: sheetView.index, id: "sheet-epoch", "data-focus": "sheet-epoch",
+    type: "range", min: 1, max: sheets.length - 1, id: "sheet-epoch", "data-focus": "sheet-epoch",
     "aria-label": "evaluation", disabled: sheets.length < 3, oninput: () => show(Number(slider.value)),
   });
   host.append(h("div", { class: "controls" }, slider, said), grid);
   if (data.sheets_recorded > sheets.length) {
     host.append(h("p", { class: "note" }, `${sheets.length} of ${data.sheets_recorded} evaluations, evenly chosen.`));
   }
-  show(Math.max(1, Math.min(sheetView.index, sheets.length - 1)));
+  const chosen = Math.max(1, nearest(sheets, sheetView.epoch));
+  slider.value = chosen;
+  show(chosen);
   return true;
 }
 
 /** Pictures of one prompt side by side, with their scores. */
 function pair(pictures, names) {
+  names = names.filter((_, i) => pictures[i]);
   const present = pictures.filter(Boolean);
   const rewards = Object.keys(present[0].scores).filter((name) => !name.includes("/"));
   return h("figure", { class: "pair" },

@@ -2,13 +2,13 @@
 // A run's page, from top to bottom.
 
 function head(host, data) {
-  const { metrics, summary } = data, reward = data.rewards[0]?.name;
+  const { metrics, summary } = data, reward = trainedOf(data)[0];
   const evaluations = pointsOf(metrics, `eval/${reward}`, `eval/${reward}_stderr`);
   const done = data.finished && summary ? summary.epochs : Math.max(0, ...metrics.epoch.map((epoch) => epoch + 1));
   const facts = [
     ["state", data.finished ? "finished" : "not finished"],
     ["epochs", data.epochs === null || data.finished ? num(done) : `${num(done)} of ${num(data.epochs)}`],
-    ["time", seconds(d3.sum(metrics.step_time || []))],
+    ["time", seconds(d3.sum(Object.values(data.seconds)))],
     ["forwards", count(d3.max(metrics.forwards || []) ?? 0)],
     ["forward+backwards", count(d3.max(metrics.forward_backwards || []) ?? 0)],
     summary ? ["peak memory", `${num(summary.peak_memory / 2 ** 30, 3)} GiB`] : null,
@@ -18,10 +18,14 @@ function head(host, data) {
     h("h1", {}, data.name),
     evaluations.length > 1
       ? h("p", { class: "headline" }, `held-out ${reward} `, h("b", {}, plusMinus(before.y, before.error)), " → ", h("b", {}, plusMinus(after.y, after.error)), ` after ${num(after.x)} epochs`)
-      : h("p", { class: "headline" }, evaluations.length ? `held-out ${reward} ${plusMinus(before.y, before.error)} at the start` : "no evaluation yet"),
+      : h("p", { class: "headline" }, evaluations.length ? `held-out ${reward} ${plusMinus(before.y, before.error)} at the start` : "no held-out score"),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     ...signsOf(data),
   );
+}
+
+function trainedOf(data) {
+  return data.rewards.filter((reward) => reward.weight).map((reward) => reward.name);
 }
 
 function signsOf(data) {
@@ -29,18 +33,28 @@ function signsOf(data) {
   return signs ? [h("p", { class: "warning", role: "note" }, `After ${signs.epoch} epochs this looks like reward hacking: ${signs.signs[0]}, but ${signs.signs.slice(1).join(", ")}.`)] : [];
 }
 
-function curvesSection(host, data) {
-  const { metrics } = data, trained = data.rewards.filter((reward) => reward.weight);
-  const name = trained[0]?.name, several = trained.length > 1;
-  lineChart(host, {
-    title: several ? "leaf score: the weighted sum that is optimised" : `${name}: training leaves and held-out pictures`, height: 280,
+/** A reward as it is, whatever its weight: of training leaves and of held-out pictures. */
+function rewardChart(host, data, name, title, height) {
+  return lineChart(host, {
+    title, height,
     series: [
-      { name: "training leaves", points: pointsOf(metrics, "reward", "reward_stderr"), colour: INK[4] },
-      ...(several ? [] : [{ name: "held-out, by ODE", points: pointsOf(metrics, `eval/${name}`, `eval/${name}_stderr`), colour: INK[0] }]),
+      { name: "training leaves", points: pointsOf(data.metrics, `rewards/${name}/mean`, `rewards/${name}/stderr`), colour: INK[4] },
+      { name: "held-out, by ODE", points: pointsOf(data.metrics, `eval/${name}`, `eval/${name}_stderr`), colour: INK[0] },
     ],
-    note: "Bands are standard errors: over prompts for training leaves, over pictures for held-out ones. Held-out pictures are of fixed seeds, so points of one run move together.",
   });
-  return metrics.epoch.length > 0;
+}
+
+function curvesSection(host, data) {
+  const trained = trainedOf(data), several = trained.length > 1;
+  const grid = several ? h("div", { class: "charts" }) : host;
+  if (several) host.append(grid);
+  let shown = 0;
+  for (const name of trained) {
+    const { weight } = data.rewards.find((reward) => reward.name === name);
+    shown += rewardChart(grid, data, name, weight === 1 && !several ? name : `${name}, weight ${num(weight)}`, several ? 220 : 280);
+  }
+  host.append(h("p", { class: "note" }, "Bands are standard errors: over prompts for training leaves, over pictures for held-out ones. Held-out pictures are of fixed seeds, so a run's points move together."));
+  return shown > 0;
 }
 
 function rewardsSection(host, data) {
@@ -48,15 +62,8 @@ function rewardsSection(host, data) {
   host.append(grid);
   let shown = 0;
   for (const { name, weight } of data.rewards) {
+    if (!weight) shown += rewardChart(grid, data, name, `${name}, watched and not trained`);
     const parts = Object.keys(metrics).map((key) => key.match(/^rewards\/([^/]+)\/(.+)\/mean$/)).filter((found) => found && found[1] === name).map((found) => found[2]);
-    const what = weight ? `${name}, weight ${num(weight)}` : `${name}, watched and not trained`;
-    shown += lineChart(grid, {
-      title: what,
-      series: [
-        { name: "training leaves", points: pointsOf(metrics, `rewards/${name}/mean`, `rewards/${name}/stderr`), colour: INK[4] },
-        { name: "held-out", points: pointsOf(metrics, `eval/${name}`, `eval/${name}_stderr`), colour: INK[0] },
-      ],
-    });
     shown += lineChart(grid, {
       title: `${name}, its parts on training leaves`,
       series: parts.map((part) => ({ name: part, points: pointsOf(metrics, `rewards/${name}/${part}/mean`, `rewards/${name}/${part}/stderr`) })),
@@ -69,7 +76,7 @@ function watchSection(host, data) {
   const { metrics, watch } = data;
   const told = watch.signs.length
     ? `Signs of reward hacking after ${watch.signs.map((sign) => sign.epoch).join(", ")} epochs.`
-    : "No sign of reward hacking so far: no watched reward has fallen, and the pictures' statistics are within their bounds.";
+    : "No sign of reward hacking so far.";
   host.append(h("p", { class: watch.signs.length ? "warning" : "note" }, told, watch.watched.length ? ` Watched: ${watch.watched.join(", ")}.` : " No other reward is watched (eval.rewards)."));
   const grid = h("div", { class: "charts" });
   host.append(grid);
@@ -101,17 +108,17 @@ const anyView = { name: "loss" };
 
 function anySection(host, data) {
   const names = Object.keys(data.metrics).filter((name) => name !== "epoch" && !name.endsWith("stderr")).sort();
-  if (!names.includes(anyView.name)) anyView.name = names[0];
   if (!names.length) return false;
+  if (!names.includes(anyView.name)) anyView.name = names[0];
   const chart = h("div", {});
   const show = () => {
     chart.replaceChildren();
     const error = anyView.name.endsWith("/mean") ? anyView.name.replace(/mean$/, "stderr") : `${anyView.name}_stderr`;
     lineChart(chart, { title: anyView.name, series: [{ name: anyView.name, points: pointsOf(data.metrics, anyView.name, error), colour: INK[3] }] });
   };
-  const choice = h("select", { id: "any", "data-focus": "any", onchange: () => { anyView.name = choice.value; show(); } },
+  const choice = h("select", { id: "any-metric", "data-focus": "any", onchange: () => { anyView.name = choice.value; show(); } },
     names.map((name) => h("option", { value: name, selected: name === anyView.name }, name)));
-  host.append(h("p", {}, h("label", { for: "any" }, "metric "), choice, h("span", { class: "note" }, " docs/metrics.md says what each one means")), chart);
+  host.append(h("p", {}, h("label", { for: "any-metric" }, "metric "), choice, h("span", { class: "note" }, " docs/metrics.md says what each one means")), chart);
   show();
   return true;
 }
@@ -123,14 +130,14 @@ function settingsSection(host, data) {
       h("td", {}, last === "usually" ? h("code", {}, row.usual) : row.says)))));
   const changed = data.settings.filter((row) => row.usual !== null);
   host.append(changed.length ? table(changed, "usually") : h("p", { class: "note" }, "All as `arborl train` alone has them."),
-    h("details", {}, h("summary", {}, `all ${data.settings.length} settings`), table(data.settings, "what it is")));
+    h("details", { "data-focus": "settings" }, h("summary", {}, `all ${data.settings.length} settings`), table(data.settings, "what it is")));
   return true;
 }
 
 section("curves", "Reward", curvesSection);
 section("tree", "Tree", treeSection);
 section("pictures", "Pictures", picturesSection);
-section("rewards", "Each reward", rewardsSection);
+section("rewards", "Parts and watched rewards", rewardsSection);
 section("watch", "Reward hacking", watchSection);
 section("update", "Update", updateSection);
 section("time", "Time", timeChart);

@@ -1,0 +1,44 @@
+"""Who writes in a folder: a lock that ends with its process, however that ends."""
+
+import time
+from pathlib import Path
+from typing import IO
+
+from .core.errors import InputError
+
+TRIES = 3
+
+try:
+    import fcntl
+except ImportError:  # not on every system: there nobody is kept out
+    fcntl = None
+
+
+def take(path: Path) -> IO[bytes]:
+    """Hold the lock on a file, which is made if need be, for as long as what is returned is open."""
+    file = path.open("ab")
+    for attempt in range(TRIES):
+        try:
+            if fcntl:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:  # held; or for a moment by someone who only asks
+            time.sleep(0.1 if attempt < TRIES - 1 else 0)
+        except OSError:  # a file system without locks
+            return file
+    file.close()
+    raise InputError("run", path.parent, "another process is writing to it", "another run, or wait for it")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a process holds it."""
+    if fcntl is None or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
