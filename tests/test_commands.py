@@ -34,6 +34,8 @@ from test_docs import FENCED, MARK, NEEDS, PAGES, ROOT, SHELLS_OWN, shell
 from conftest import TINY
 
 ELSEWHERE = {"extending.md"}
+LATER = {"choosing.md", "models.md", "presets.md", "results.md"}
+"""Pages whose commands take long even when small; they run with -m slow. That what they name exists is always checked."""
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]
 FEW = ["sample.num_prompts=1", "sample.prompts_per_epoch=null", "eval.num_prompts=2", "eval.num_steps=2"]
 QUIET = ["log.record_every=0", "log.trackers=[]"]
@@ -109,9 +111,9 @@ def to_run() -> Iterator[Any]:
             elif words is None or command.marked or key in seen:
                 continue
             seen.add(key)
-            yield pytest.param(
-                page, smaller(words), command.environment, id=f"{page.name}: {shlex.join(command.words)}"
-            )
+            name = f"{page.name}: {shlex.join(command.words)}"
+            marks = [pytest.mark.slow] if page.name in LATER else []
+            yield pytest.param(page, smaller(words), command.environment, id=name, marks=marks)
 
 
 def files(page: Path) -> dict[str, str]:
@@ -245,6 +247,7 @@ def test_python_runs(page: Path, code: str, folder, monkeypatch):
     marked = MARK.match(code.split("\n")[0])
     if marked:
         code = "\n".join(re.findall(r"^(?:import|from) .*$", code, re.MULTILINE))
+    code = code.replace("train.epochs=10", "train.epochs=1").replace("epoch_000009", "epoch_000000")
     monkeypatch.setattr(
         "arborl.config.load_config", lambda name, given=(): load_config(name, [*given, *FEW, *QUIET[1:]])
     )

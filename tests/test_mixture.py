@@ -33,7 +33,9 @@ def test_velocity_is_the_conditional_expectation(sigma: float):
 
 
 # A mode of weight 0.3 has a standard error of 0.005 among 8,000 samples: three of them, and 5% of the spread.
-@pytest.mark.parametrize(("kernel", "eta"), [("flow_sde", 0.7), ("flow_sde", 0.3), ("dance_sde", 0.3)])
+@pytest.mark.parametrize(
+    ("kernel", "eta"), [("flow_sde", 0.7), pytest.param("flow_sde", 0.3, marks=pytest.mark.slow), ("dance_sde", 0.3)]
+)
 def test_sdes_keep_the_marginals_at_many_steps_and_come_closer_with_each(kernel: str, eta: float):
     (_, few), (_, some), (weight, many) = (marginals(kernel, eta, steps) for steps in (10, 50, 400))
     assert weight == pytest.approx(0.30, abs=0.015)
@@ -41,7 +43,10 @@ def test_sdes_keep_the_marginals_at_many_steps_and_come_closer_with_each(kernel:
     assert abs(many - 0.30) < abs(some - 0.30) < abs(few - 0.30)
 
 
-@pytest.mark.parametrize(("eta", "low", "high"), [(0.5, 0.26, 0.285), (0.7, 0.245, 0.275), (0.9, 0.225, 0.255)])
+@pytest.mark.parametrize(
+    ("eta", "low", "high"),
+    [pytest.param(0.5, 0.26, 0.285, marks=pytest.mark.slow), (0.7, 0.245, 0.275), (0.9, 0.225, 0.255)],
+)
 def test_cps_does_not_keep_the_marginals(eta: float, low: float, high: float):
     """The smaller mode shrinks and the spread with it, at 400 steps as at 10: more of both with more noise."""
     weight, spread = marginals("cps", eta, 400)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 def _settings(config: Config) -> list[dict[str, Any]]:
     """Every setting, what it says, and whether it is another than `arborl train` alone takes."""
-    sentences = {key: item.metadata["help"] for key, item in knobs()}
-    usual = flat(load_config("tree"))
+    sentences, usual = {key: item.metadata["help"] for key, item in knobs()}, _usual()
     found: list[dict[str, Any]] = []
     for key, value in flat(config).items():
         parts = key.split(".")
@@ -95,6 +94,11 @@ def _settings(config: Config) -> list[dict[str, Any]]:
         own = {"key": key, "value": str(value), "says": sentences.get(general, "")}
         found.append(own | {"usual": None if usual.get(key) == value else str(usual.get(key, "–"))})
     return found
+
+
+@cache
+def _usual() -> dict[str, Any]:
+    return flat(load_config("tree"))
 
 
 def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Config) -> dict[str, Any]:
