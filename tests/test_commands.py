@@ -35,7 +35,7 @@ from conftest import TINY
 
 ELSEWHERE = {"extending.md"}
 LATER = {"choosing.md", "models.md", "presets.md", "results.md"}
-"""Pages whose commands take long even when small; they run with -m slow. That what they name exists is always checked."""
+"""Pages whose commands take long even when small; they run with -m slow. What they name is always checked."""
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]
 FEW = ["sample.num_prompts=1", "sample.prompts_per_epoch=null", "eval.num_prompts=2", "eval.num_steps=2"]
 QUIET = ["log.record_every=0", "log.trackers=[]"]
