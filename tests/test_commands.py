@@ -34,8 +34,8 @@ from test_docs import FENCED, MARK, NEEDS, PAGES, ROOT, SHELLS_OWN, shell
 from conftest import TINY
 
 ELSEWHERE = {"extending.md"}
-LATER = {"choosing.md", "models.md", "presets.md", "results.md"}
-"""Pages whose commands take long even when small; they run with -m slow. What they name is always checked."""
+FIRST_HOUR = {"README.md", "tutorial.md"}
+"""Pages whose commands every run of the suite runs; those of the others run with -m slow. Names are always checked."""
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]
 FEW = ["sample.num_prompts=1", "sample.prompts_per_epoch=null", "eval.num_prompts=2", "eval.num_steps=2"]
 QUIET = ["log.record_every=0", "log.trackers=[]"]
@@ -112,7 +112,7 @@ def to_run() -> Iterator[Any]:
                 continue
             seen.add(key)
             name = f"{page.name}: {shlex.join(command.words)}"
-            marks = [pytest.mark.slow] if page.name in LATER else []
+            marks = [] if page.name in FIRST_HOUR else [pytest.mark.slow]
             yield pytest.param(page, smaller(words), command.environment, id=name, marks=marks)
 
 

@@ -45,7 +45,11 @@ def test_sdes_keep_the_marginals_at_many_steps_and_come_closer_with_each(kernel:
 
 @pytest.mark.parametrize(
     ("eta", "low", "high"),
-    [pytest.param(0.5, 0.26, 0.285, marks=pytest.mark.slow), (0.7, 0.245, 0.275), (0.9, 0.225, 0.255)],
+    [
+        pytest.param(0.5, 0.26, 0.285, marks=pytest.mark.slow),
+        (0.7, 0.245, 0.275),
+        pytest.param(0.9, 0.225, 0.255, marks=pytest.mark.slow),
+    ],
 )
 def test_cps_does_not_keep_the_marginals(eta: float, low: float, high: float):
     """The smaller mode shrinks and the spread with it, at 400 steps as at 10: more of both with more noise."""

@@ -428,6 +428,7 @@ def test_the_package_stays_small():
     assert len(buffer.getvalue()) < 12_000_000
 
 
+@pytest.mark.slow
 def test_pretraining_runs_and_what_it_saves_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The whole script, a few steps of it; the folder is then a model like any other."""
     small = ["--pictures", "64", "--vae-steps", "3", "--steps", "9", "--batch", "8", "--device", "cpu"]
