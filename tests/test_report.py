@@ -417,8 +417,9 @@ def test_long_runs_stay_small():
         {"epoch": epoch, "reward": epoch / 7, **({"eval/p": 1.0} if epoch % 100 == 0 else {})}
         for epoch in range(20_000)
     ]
-    some = _some(rows)
-    assert len(some) <= ROWS + 201
+    some = _some(rows, {7777})
+    assert rows[7777] in some, "a tree of that epoch is shown"
+    assert len(some) <= ROWS + 202
     assert [row["epoch"] for row in some if "eval/p" in row] == list(range(0, 20_000, 100))
     assert some[-1] is rows[-1]
     assert len(json.dumps(columns(some))) < 100_000

@@ -1,7 +1,7 @@
 """What a run's page shows, read from its folder as plain lists and numbers: all of it is JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ def run_data(folder: Path) -> dict[str, Any]:
     # One that is being written has no JSON yet, and waits for the next look.
     trees = sorted((folder / "trees").glob("epoch_*.json"))
     sheets = _sheet_files(folder)
+    shown = spread_within([_tree(path, path.stat().st_mtime_ns) for path in spread(trees, EPOCHS)], TREES)
     return {
         "kind": "run",
         "name": folder.resolve().name,
@@ -45,11 +46,11 @@ def run_data(folder: Path) -> dict[str, Any]:
         "epochs": None if config.train.max_seconds else config.train.epochs,
         "summary": _summary(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
-        "metrics": columns(_some(rows)),
+        "metrics": columns(_some(rows, {tree["epoch"] for tree in shown})),
         "seconds": {name: spent for name, spent in seconds_by_stage(rows).items() if spent},
         "stages": list(STAGES),
         "watch": _watch(rows, weights, config),
-        "trees": spread_within([_tree(path, path.stat().st_mtime_ns) for path in spread(trees, EPOCHS)], TREES),
+        "trees": shown,
         "trees_recorded": len(trees),
         "sheets": spread_within(sheets_of(folder, EPOCHS), SHEETS),
         "sheets_recorded": len(sheets),
@@ -57,12 +58,11 @@ def run_data(folder: Path) -> dict[str, Any]:
     }
 
 
-def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines enough to draw a curve by, all evaluations among them."""
-    plain = [row for row in rows if not any(name.startswith("eval/") for name in row)]
-    kept = {id(row) for row in spread(plain, ROWS)} | {id(row) for row in plain[-1:]}
-    left_out = {id(row) for row in plain} - kept
-    return [row for row in rows if id(row) not in left_out]
+def _some(rows: list[dict[str, Any]], epochs: Container[int] = ()) -> list[dict[str, Any]]:
+    """Lines enough to draw a curve by, all evaluations and these epochs among them."""
+    plain = [i for i, row in enumerate(rows) if not any(name.startswith("eval/") for name in row)]
+    left_out = {*plain} - {*spread(plain, ROWS)}
+    return [row for i, row in enumerate(rows) if i not in left_out or row["epoch"] in epochs]
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
