@@ -28,16 +28,15 @@ from arborl.config.schema import Config
 from arborl.core.noise import fold
 from arborl.core.prune import prune
 from arborl.core.tree import Plan
-from arborl.fit import forget_peak, memory_in_use
-from arborl.job import Job
-from arborl.plan import BACKWARD_COST, make_plan, pruning, window_positions
-from arborl.prepare import prepare
-from arborl.record import Record
-from arborl.rollout import predict, rollout, trained_batch
-from arborl.update import Edges, Stats, _edges, _loss, clip_gradients, update
-
-from .pipelines import build
-from .reward_files import TINY, VIT_H, clip_tokenizer, open_clip
+from arborl.engine.autotune import forget_peak, memory_in_use
+from arborl.engine.cost import BACKWARD_COST
+from arborl.engine.method import make_plan, pruning, window_positions
+from arborl.engine.rollout import Rollout, predict, sample_trees, trained_batch
+from arborl.engine.update import Edges, Stats, _edges, _loss, clip_gradients, update
+from arborl.pipelines import build
+from arborl.reward_files import TINY, VIT_H, clip_tokenizer, open_clip
+from arborl.run.run import Run
+from arborl.run.setup import prepare
 
 PROMPTS = [f"{what} {where}" for what in ("a cat", "a red house", "a dog") for where in ("at night", "by the sea", "")]
 GPU, CPU = ("sd35", "flux", "wan"), ("scenes",)
@@ -116,7 +115,7 @@ class Bench:
     def __init__(self, name: str, config: Config, peak: float) -> None:
         self.name, self.config, self.peak = name, config, peak
         start = time.perf_counter()
-        self.job: Job = prepare(config)
+        self.job: Run = prepare(config)
         seconds, tera = time.perf_counter() - start, self.job.flops / 1e12
         print(f"{name}: set up in {seconds:.0f} s, {tera:.4g} TFLOP a forward", flush=True)
         self.model = self.job.model
@@ -130,7 +129,7 @@ class Bench:
             setattr(getattr(config, section), name, value)
         self.job.config = config
         middle = min((config.sample.num_steps - config.tree.w) // 2, window_positions(config, self.schedule) - 1)
-        plan, run, model = make_plan(config, self.schedule, middle), self.job.run, self.model
+        plan, run, model = make_plan(config, self.schedule, middle), self.job.logger, self.model
         key, share = fold(config.seed, middle), self.job.share()
         forget_peak(self.job.accelerator.device)
         run.seconds.clear()
@@ -138,7 +137,7 @@ class Bench:
             cond = model.encode(share.prompts.texts)
         with run.stage("rollout"):
             twin = trained_batch(model, config)
-            record = rollout(model, plan, cond, key, share.ids, config.sample, trained_batch=twin)
+            record = sample_trees(model, plan, cond, key, share.ids, config.sample, trained_batch=twin)
         with run.stage("reward"):
             scores = self.job.score(record, share)
         with run.stage("advantage"):
@@ -168,7 +167,7 @@ class Bench:
         x = model.noise(fold(0, 0), rows).unflatten(0, (share.total, leaves))
         t = torch.full((leaves,), 500.0, device=model.device)
         best = float("inf")
-        with model.quickly():
+        with model.fast_sampling():
             for _ in range(4):
                 start = time.perf_counter()
                 predict(model, x, t, cond, int(config.sample.batch_size), pad=False, sizes=())
@@ -177,7 +176,7 @@ class Bench:
                 best = min(best, time.perf_counter() - start)
         return self.job.flops * len(rows) / best / self.peak
 
-    def each_edge(self, record: Record, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
+    def each_edge(self, record: Rollout, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
         """A forward and backward pass for every edge, as if its siblings had other parents."""
         stats, every, state = Stats(), _edges(record.plan, keep.cpu()), self.job.state
         for prompt, edge in zip(every.prompt, every.edge, strict=True):
@@ -191,7 +190,7 @@ class Bench:
         return stats
 
     def close(self) -> None:
-        self.job.run.close()
+        self.job.logger.close()
         self.job = self.model = None  # pyright: ignore[reportAttributeAccessIssue]
         gc.collect()
         if torch.cuda.is_available():
@@ -288,7 +287,7 @@ def _rollout_waits(bench: Bench, noted: list[str]) -> None:
     cond, ids, twin = model.encode(PROMPTS[:2]), torch.arange(2), trained_batch(model, config)
     for heard in ([], noted):
         with waits(heard):
-            rollout(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=twin)
+            sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=twin)
 
 
 def flux(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:

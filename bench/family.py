@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from arborl.compare import Cell, Protocol, Run, execute, plan_runs, read, write
-from arborl.scenes.grammar import split
+from arborl.worlds.scenes.grammar import split
 
 COMPUTE = 400_000
 COMMON = (

@@ -10,8 +10,8 @@ from arborl.core.kernels import sde_able
 from arborl.core.noise import fold
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
-from arborl.models.mixture import Mixture, MixtureModel
-from arborl.rollout import rollout
+from arborl.engine.rollout import sample_trees
+from arborl.worlds.mixture import Mixture, MixtureModel
 
 MEANS, WEIGHTS, SPREAD = torch.tensor([[-2.0, 0.0], [2.0, 0.0]]), torch.tensor([0.3, 0.7]), 0.3
 
@@ -25,7 +25,7 @@ def marginals(kernel: str, eta: float, steps: int, samples: int = 8000, seed: in
     able = sde_able(schedule, kernel, eta).tolist()
     plan = grow(schedule, kernel, 1, [1] * steps, [eta if a else 0.0 for a in able])
     cond = model.encode(["a dot"] * samples)
-    x = rollout(model, plan, cond, fold(seed, 0), torch.arange(samples), config.sample).leaves[:, 0]
+    x = sample_trees(model, plan, cond, fold(seed, 0), torch.arange(samples), config.sample).leaves[:, 0]
     nearest = torch.cdist(x, MEANS).argmin(1)
     return float((nearest == 0).float().mean()), float((x - MEANS[nearest]).std())
 

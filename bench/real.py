@@ -40,7 +40,7 @@ STAGES = ("rollout", "decode", "reward", "update")
 
 def make_folder(family: str) -> Path:
     """The family's pipeline in bfloat16, with full text encoders where memory is promised."""
-    from .pipelines import build
+    from arborl.pipelines import build
 
     folder = ROOM / family
     if not folder.exists():
@@ -56,7 +56,7 @@ def make_folder(family: str) -> Path:
 def run(case: str) -> None:
     """One case in this process; prints a JSON line."""
     from arborl.config import load_config
-    from arborl.train import train
+    from arborl.trainer import train
 
     family, preset, own = CASES[case]
     folder = ROOM / family

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from arborl.checkpoint import newest_sound, problem_with
-
-from .pipelines import build
+from arborl.pipelines import build
+from arborl.run.checkpoint import latest_valid, problem_with
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [
@@ -84,7 +83,7 @@ def split(folder: Path, how: str, *more: str) -> None:
         launched("-c", "tree", *own, "train.epochs=2")
         launched("--resume", "auto", "-c", "tree", *own, "train.epochs=3")
         report(folder / "runs" / f"{how}-{name}")
-    whole, parts = (newest_sound(folder / "runs" / f"{how}-{name}")[0] for name in ("no", "full"))
+    whole, parts = (latest_valid(folder / "runs" / f"{how}-{name}")[0] for name in ("no", "full"))
     assert whole
     assert parts
     one, two = load_file(whole / "weights.safetensors"), load_file(parts / "weights.safetensors")
@@ -99,7 +98,7 @@ def report(folder: Path) -> None:
     stages = " ".join(f"{stage} {rows[1][f'time/{stage}']:.2f}" for stage in ("rollout", "decode", "reward", "update"))
     errors = " ".join(f"{row['ratio_error']:.1e}" for row in rows if "ratio_error" in row)
     peak = summary["peak_memory"] / 2**30
-    checkpoint = newest_sound(folder)[0]
+    checkpoint = latest_valid(folder)[0]
     assert checkpoint
     start = time.perf_counter()
     problem = problem_with(checkpoint)

@@ -13,9 +13,8 @@ import torch
 
 from arborl.config import load_config
 from arborl.core.noise import fold, normal
-from arborl.train import train
-
-from .pipelines import build
+from arborl.pipelines import build
+from arborl.trainer import train
 
 PROMPTS = ["a photo of a cat", "red house", "a dog", "blue house"]
 

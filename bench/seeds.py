@@ -37,7 +37,7 @@ def run(preset: str, overrides: list[str], seed: int, folder: str) -> tuple[Curv
     """One run; its evaluations and its summary."""
     from arborl.config import load_config
     from arborl.core.errors import InputError
-    from arborl.train import train
+    from arborl.trainer import train
 
     quiet = ["log.trackers=[]", "log.record_every=0", "log.save_every=100000", f"log.dir={folder}"]
     try:

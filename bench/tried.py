@@ -25,14 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from arborl.config import load_config
-from arborl.models import Model, compiled, lora
+from arborl.engine.rollout import Rollout, sample_trees
+from arborl.epoch import matrix_peak
+from arborl.models import Model, compile, lora
 from arborl.models.sd3 import SD3Model
-from arborl.record import Record
-from arborl.rollout import rollout
-from arborl.train import train
-
-from .epoch import matrix_peak
-from .pipelines import SD3, WAN, randomised
+from arborl.pipelines import SD3, WAN, randomised
+from arborl.trainer import train
 
 TEXT = 333
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,19 +105,19 @@ def rounded(module: nn.Module) -> Iterator[None]:
 def scenes(epochs: int) -> None:
     """The main run, as it is and with float8 where no log-density is taken; evaluated alike."""
 
-    def coarse(model: Model, *args: Any, **kwargs: Any) -> Record:
+    def coarse(model: Model, *args: Any, **kwargs: Any) -> Rollout:
         plain = model.quickly
 
         @contextmanager
-        def quickly() -> Iterator[None]:
+        def fast_sampling() -> Iterator[None]:
             with plain(), rounded(model.module):
                 yield
 
         with mock.patch.object(model, "quickly", quickly):
-            return rollout(model, *args, **kwargs)
+            return sample_trees(model, *args, **kwargs)
 
-    for name, way in (("float32", rollout), ("float8", coarse)):
-        with tempfile.TemporaryDirectory() as folder, mock.patch("arborl.train.rollout", way):
+    for name, way in (("float32", sample_trees), ("float8", coarse)):
+        with tempfile.TemporaryDirectory() as folder, mock.patch("arborl.trainer.rollout", way):
             own = [f"log.dir={folder}", "log.trackers=[]", *([f"train.epochs={epochs}"] if epochs else [])]
             lines = (train(load_config("tree", own)) / "metrics.jsonl").read_text().splitlines()
         scores = [row["eval/scene"] for row in map(json.loads, lines) if "eval/scene" in row]
@@ -203,7 +201,7 @@ def videos(tiny: bool) -> None:
                 layer.weight.data = layer.weight.contiguous(memory_format=layout if last else torch.contiguous_format)
         vae.decoder.forward = plain
         if fast:
-            compiled.compile_calls(vae.decoder)
+            compile.compile_calls(vae.decoder)
 
         def run() -> Tensor:
             with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):  # noqa: B023 (called right here)
@@ -251,13 +249,13 @@ def main() -> None:
             flops = counter.get_total_flops()
         functorch.activation_memory_budget = 0.5 if trial == "budget" else 1.0
         if trial == "float8":
-            for block in compiled.blocks(module):
+            for block in compile.blocks(module):
                 to_float8(block)
-        for block in compiled.blocks(module):
+        for block in compile.blocks(module):
             if trial == "graphs":
                 block.compile(mode="reduce-overhead", dynamic=False)
             else:
-                compiled.compile_calls(block)
+                compile.compile_calls(block)
         backend = SDPBackend.FLASH_ATTENTION if trial == "flash" else None
         for rows in sizes:
             given = inputs(module, rows)

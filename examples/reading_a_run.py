@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from arborl import RecordedTree, read_metrics
+from arborl import TreeFile, read_metrics
 
 
 def held_out(run):
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     name, curve = held_out(run)
     for epochs, mean, error in curve:
         print(f"{name} after {epochs} epochs: {mean:.4f} ± {error:.4f}")
-    tree = RecordedTree.load(sorted((run / "trees").glob("*.json"))[-1])
+    tree = TreeFile.load(sorted((run / "trees").glob("*.json"))[-1])
     edges, step = decision(tree), int(tree.plan.step[decision(tree)[0]])
     told = " against ".join(f"{tree.advantage[edge]:+.2f}" for edge in edges)
     print(f"epoch {tree.epoch}, {tree.prompt!r}: most was decided at step {step}, advantages {told}")

@@ -28,22 +28,29 @@ settings.load_profile("arborl")
 install_import_hook(
     [
         "arborl.core",
-        "arborl.rollout",
-        "arborl.update",
-        "arborl.evaluate",
-        "arborl.inputs",
-        "arborl.job",
-        "arborl.prepare",
+        "arborl.data.prompts",
+        "arborl.engine.evaluate",
+        "arborl.engine.generate",
+        "arborl.engine.rollout",
+        "arborl.engine.score",
+        "arborl.engine.update",
         "arborl.models.base",
         "arborl.rewards.base",
         "arborl.rewards.blip",
         "arborl.rewards.clip",
-        "arborl.rewards.network",
-        "arborl.rewards.pixels",
-        "arborl.rewards.tokens",
+        "arborl.rewards.neural",
+        "arborl.rewards.preprocessing",
+        "arborl.rewards.tokenizers",
         "arborl.rewards.videoalign",
-        "arborl.scenes",
-        "arborl.watch",
+        "arborl.run.evaluations",
+        "arborl.run.guards",
+        "arborl.run.inputs",
+        "arborl.run.metrics",
+        "arborl.run.reward_hacking",
+        "arborl.run.run",
+        "arborl.run.setup",
+        "arborl.run.trees",
+        "arborl.worlds.scenes",
     ],
     "beartype.beartype",
 )
@@ -53,8 +60,8 @@ import torch  # noqa: E402
 from arborl.config import load_config  # noqa: E402
 from arborl.config.schema import Config  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
-from arborl.scenes import FOLDER  # noqa: E402
-from arborl.scenes.grammar import split  # noqa: E402
+from arborl.worlds.scenes import FOLDER  # noqa: E402
+from arborl.worlds.scenes.grammar import split  # noqa: E402
 from bench.pipelines import build  # noqa: E402
 
 from browser import MISSING  # noqa: E402

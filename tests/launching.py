@@ -21,8 +21,8 @@ from typing import NamedTuple, Self
 import psutil
 import pytest
 
-from arborl.checkpoint import checkpoints, problem_with
 from arborl.compare import worker
+from arborl.run.checkpoint import checkpoints, problem_with
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 120

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arborl.core.advantage import (
     ADVANTAGES,
     advantages,
-    back_up,
+    backup_values,
     combine,
     depth,
     flat,
@@ -122,7 +122,7 @@ class TestDepth:
         assert parents == [p for level in case["parent_of_each_node_by_depth"] for p in level]
         density = torch.tensor([[d for level in case["edge_log_prob_by_depth"] for d in level]]).double()
         scores = torch.tensor([case["leaf_rewards"]]).double()
-        fused = mean_below(plan, scores) if case["fusion"] == "mean" else back_up(plan, scores, density)
+        fused = mean_below(plan, scores) if case["fusion"] == "mean" else backup_values(plan, scores, density)
         expected = torch.tensor([r for level in case["node_reward_by_depth"][1:] for r in level]).double()
         torch.testing.assert_close(fused[0], expected, rtol=1e-5, atol=1e-5)
         found = advantages(depth, plan, scores, density, 1e9, fusion=case["fusion"], group="tree")
@@ -235,6 +235,6 @@ def test_advantages_are_clamped():
 def test_backup_keeps_the_range_of_the_leaves():
     plan = grow(shifted(4, 3.0), "flow_sde", 1, [3, 2, 2, 1], [0.5] * 3 + [0.0])
     values = torch.randn(5, len(plan.leaves))
-    found = back_up(plan, values, torch.randn(5, plan.edges))
+    found = backup_values(plan, values, torch.randn(5, plan.edges))
     assert (found.amax(1) <= values.amax(1) + 1e-6).all()
     assert (found.amin(1) >= values.amin(1) - 1e-6).all()

@@ -18,7 +18,7 @@ README_COMMAND += ["tree.w=4", "tree.k=2"]
 
 OWN_REWARDS = """
 import torch
-from arborl.models.mixture import Model, MixtureModel
+from arborl.worlds.mixture import Model, MixtureModel
 
 def good(images, prompts, columns):
     return images.flatten(1).mean(1)

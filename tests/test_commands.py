@@ -25,10 +25,10 @@ from PIL import Image
 from arborl.cli import main
 from arborl.compare.runs import Run, command_of
 from arborl.config import load_config
-from arborl.log import flat
-from arborl.rewards.canary import brightness
 from arborl.rewards.serve import app
-from arborl.scenes.grammar import split
+from arborl.rewards.simple import brightness
+from arborl.run.folder import flat
+from arborl.worlds.scenes.grammar import split
 from test_docs import FENCED, MARK, NEEDS, PAGES, ROOT, SHELLS_OWN, shell
 
 from conftest import TINY
@@ -215,7 +215,7 @@ def ends_well(*words: str) -> None:
 
 @pytest.mark.parametrize(("page", "words", "environment"), to_run())
 def test_it_runs(page: Path, words: list[str], environment: dict[str, str], folder, tiny_folder, request, monkeypatch):
-    monkeypatch.setattr("arborl.compare.cli.execute", in_this_process)
+    monkeypatch.setattr("arborl.cli.comparison.execute", in_this_process)
     folder(page, words)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -13,13 +13,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.cli import app, main
+from arborl.cli import main
+from arborl.cli.app import app
 from arborl.compare import Cell, Protocol, plan_runs, read
 from arborl.compare.results import Point, mean_curve, pareto, reached, score_at
 from arborl.compare.runs import command_of, cost_of
 from arborl.config import save_config
 from arborl.core.errors import InputError
-from arborl.lock import is_taken
+from arborl.tools.files import is_taken
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
 SMALL = ("eval.num_prompts=8", "sample.num_prompts=2", "log.record_every=0")
@@ -270,7 +271,7 @@ class TestCommand:
 
     def test_failing_runs_are_told_with_their_reason(self, tmp_path: Path):
         (tmp_path / "broken.py").write_text(
-            "from arborl.models.mixture import MixtureModel\n\n\n"
+            "from arborl.worlds.mixture import MixtureModel\n\n\n"
             "class Broken(MixtureModel):\n"
             "    def decode(self, latents):\n"
             "        raise OSError('no pictures today')\n"

@@ -15,7 +15,8 @@ from arborl.core import tree as trees
 from arborl.core.errors import InputError
 from arborl.core.kernels import sde_able
 from arborl.core.schedule import Schedule, shifted, window_start
-from arborl.plan import forecast, make_plan, plans_of_a_run
+from arborl.engine.cost import forecast
+from arborl.engine.method import make_plan, plans_of_a_run
 
 
 def slow_tree(steps: int, start: int, w: int, k: int) -> tuple[int, int, int]:
@@ -84,7 +85,7 @@ def test_a_plan_is_consistent(data: st.DataObject):
     for level in plan.levels:
         assert (level.parents[level.slot] == plan.parent[level.edges]).all()
     for tree in range(plan.roots):
-        numbers = plan.number[plan.tree == tree]
+        numbers = plan.index_in_tree[plan.tree == tree]
         assert numbers.tolist() == list(range(len(numbers)))
     assert (plan.depth[plan.leaves] == len(plan.schedule)).all()
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import click
 import pytest
 
-from arborl.cli import app
-from arborl.config import knobs, load_config, presets
-from arborl.scenes import FOLDER
-from arborl.train import train
+from arborl.cli.app import app
+from arborl.config import RENAMED, knobs, load_config, presets
+from arborl.trainer import train
+from arborl.worlds.scenes import FOLDER
 
 from conftest import tiny_overrides
 
@@ -183,7 +183,7 @@ def test_every_preset_is_in_the_readme():
 
 @every_page
 def test_settings_named_in_prose_exist(page: Path):
-    known = {key for key, _ in knobs()}
+    known = {key for key, _ in knobs()} | RENAMED.keys()
     sections = "model|sample|tree|kernel|advantage|train|eval|log|prompts"
     for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text()):
         assert key in known or key.endswith((".py", ".yaml", ".txt")), key

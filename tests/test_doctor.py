@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arborl.models.lora as lora
-from arborl.checks import Finding, pictures, spread, spread_of
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
-from arborl.doctor import Patient, examine
-from arborl.fit import Trial, choose, geometry, rows, trials
+from arborl.data.prompts import split_prompts
+from arborl.doctor import Subject, examine
+from arborl.engine.autotune import Trial, choose, geometry, rows, trials
+from arborl.engine.checks import Finding, pictures, spread, spread_of
 from arborl.models import load_model
-from arborl.prompts import deal
-from arborl.train import train
+from arborl.trainer import train
 
 CPU = torch.device("cpu")
 MIXTURE = load_config("mixture")
@@ -61,10 +61,10 @@ def test_a_healthy_model_has_nothing_wrong(sd3_overrides, tmp_path: Path):
 
 
 def test_it_leaves_weights_and_optimizer_as_they_were(sd3_overrides):
-    from arborl.prepare import start_accelerator
+    from arborl.run.setup import start_accelerator
 
     config = load_config("mixture", [*sd3_overrides, "train.ema_decay=0.9"])
-    patient = Patient(config, start_accelerator(config), None)
+    patient = Subject(config, start_accelerator(config), None)
     before = {name: p.detach().clone() for name, p in patient.state.parameters.items()}
     list(patient.findings())
     assert all(torch.equal(p, before[name]) for name, p in patient.state.parameters.items())
@@ -75,7 +75,7 @@ def test_it_leaves_weights_and_optimizer_as_they_were(sd3_overrides):
 @pytest.fixture
 def untimed(monkeypatch):
     """Without the trials of micro-batches, which say nothing of faults."""
-    monkeypatch.setattr(Patient, "speed", lambda self: iter(()))
+    monkeypatch.setattr(Subject, "speed", lambda self: iter(()))
 
 
 @pytest.mark.usefixtures("untimed")
@@ -136,7 +136,7 @@ class TestPlantedFaults:
     @pytest.mark.parametrize("kind", ["first", "sorted", "batch"])
     def test_a_reward_that_ignores_the_prompt_order(self, tmp_path: Path, monkeypatch, kind: str, capsys):
         (tmp_path / "mixed_up.py").write_text(
-            "from arborl.rewards.canary import place\n"
+            "from arborl.worlds.mixture import place\n"
             "def first(images, prompts, columns): return place(images, [prompts[0]] * len(prompts), columns)\n"
             "def sorted_(images, prompts, columns): return place(images, sorted(prompts), columns)\n"
             "def batch(images, prompts, columns):\n"
@@ -292,7 +292,7 @@ class TestMicroBatches:
         config = copy.deepcopy(MIXTURE)
         config.sample.num_prompts, config.sample.prompts_per_epoch = prompts, total
         config.train.updates, config.train.batch_size = updates, size
-        how = deal(config.sample, processes)
+        how = split_prompts(config.sample, processes)
         assert how.share * processes >= how.total >= 1
         assert (how.share - 1) * processes < how.total
         assert all(value >= 1 for value in rows(config, processes).values())

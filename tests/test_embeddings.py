@@ -15,10 +15,10 @@ from torch import Tensor
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
-from arborl.embed import texts_of_a_run
-from arborl.models.embeddings import Embeddings, cache_folder, fingerprint
-from arborl.prompts import Prompts, dealt
-from arborl.train import train
+from arborl.data.embedding_cache import Embeddings, cache_folder, fingerprint
+from arborl.data.prompts import Prompts, prompt_order
+from arborl.engine.precompute import texts_of_a_run
+from arborl.trainer import train
 from launching import ranks
 
 from conftest import tiny_overrides
@@ -177,7 +177,7 @@ def test_a_run_asks_for_what_its_epochs_and_evaluations_see():
     config = load_config("mixture", ["eval.num_prompts=2"])
     prompts, held_out = Prompts([f"p{i}" for i in range(50)], {}), Prompts(["e0", "e1", "e2"], {})
     for start, count in ((0, 12), (44, 12), (7, 50), (7, 99)):
-        seen = {f"p{i}" for place in range(start, start + count) for i in dealt(50, place, 1, config.seed)}
+        seen = {f"p{i}" for place in range(start, start + count) for i in prompt_order(50, place, 1, config.seed)}
         assert set(texts_of_a_run(config, prompts, held_out, start, count)) == seen | {"e0", "e1"}
     assert set(texts_of_a_run(config, prompts, held_out, 7, 10**12)) == {*prompts.texts, "e0", "e1"}
 

@@ -79,7 +79,7 @@ MISTAKES = [  # in the page's order: a file, what is put in the place of what in
     ("my_advantage.py", "", "", ["-c", "mixture", RANKS[:-1]]),
     (
         "my_advantage.py",
-        "return back_up(plan, torch.where(scored, rank, torch.nan))",
+        "return backup_values(plan, torch.where(scored, rank, torch.nan))",
         "return rank",
         ["-c", "mixture", RANKS],
     ),

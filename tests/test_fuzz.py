@@ -18,7 +18,8 @@ from arborl.cli import main
 from arborl.config import groups, knobs, load_config, options, presets, read_config, save_config
 from arborl.config.schema import Config
 from arborl.core.errors import InputError
-from arborl.plan import check_plan, forecast, warnings_about
+from arborl.engine.cost import forecast
+from arborl.engine.method import check_plan, warnings_about
 
 MORE = int(os.environ.get("FUZZ", "1"))
 

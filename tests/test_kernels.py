@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.core.errors import InputError
-from arborl.core.kernels import KERNELS, Gaussian, clean_coefficients, coefficients, sde_able, transition
+from arborl.core.kernels import KERNELS, Gaussian, coefficients, sde_able, transition, x0_coefficients
 from arborl.core.schedule import Schedule, shifted
 from arborl.core.tree import deterministic, grow
-from arborl.models.diffusion import ddim_grid
+from arborl.models.sd import ddim_schedule
 
 from tiny_ddim import TinyDDIM
 
@@ -136,7 +136,7 @@ class TestDdim:
     def test_golden_log_density(self, row: int, prediction: str):
         """With the same noise told as ε or as v = (ε - σ·x)/α."""
         case = GOLDEN["ddim"]["cases"][row]
-        schedule = ddim_grid(TinyDDIM.scheduler(prediction), 20)
+        schedule = ddim_schedule(TinyDDIM.scheduler(prediction), 20)
         assert schedule.timestep.tolist() == GOLDEN["ddim"]["timesteps"]
         x, eps, child = (torch.tensor(case[name]).double() for name in ("x", "eps", "x_next"))
         step = torch.tensor([case["step"]] * len(x))
@@ -151,12 +151,12 @@ class TestDdim:
     @pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
     def test_steps_and_clean_samples_are_those_of_diffusers_own_scheduler(self, prediction: str, eta: float):
         scheduler = TinyDDIM.scheduler(prediction)
-        schedule = ddim_grid(scheduler, 10)
+        schedule = ddim_schedule(scheduler, 10)
         plan = grow(schedule, "ddim", 1, [1] * 10, [eta] * 10) if eta else deterministic(schedule)
         ours = theirs = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)).double()
         for step, timestep in enumerate(scheduler.timesteps):
             answer, noise = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(step + 1)).double()
-            a, b = clean_coefficients(schedule, schedule.sigma[step : step + 1])
+            a, b = x0_coefficients(schedule, schedule.sigma[step : step + 1])
             result = scheduler.step(answer, timestep, theirs, eta=eta, variance_noise=noise if eta else None)
             torch.testing.assert_close(a * ours + b * answer, result.pred_original_sample, rtol=1e-4, atol=1e-4)
             gaussian = transition(
@@ -166,18 +166,18 @@ class TestDdim:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
     def test_every_step_that_adds_noise_may_be_stochastic(self):
-        schedule = ddim_grid(TinyDDIM.scheduler("epsilon"), 10)
+        schedule = ddim_schedule(TinyDDIM.scheduler("epsilon"), 10)
         assert sde_able(schedule, "ddim", 1.0).all()
         clean_end = Schedule.from_alphas([0.01, 0.5, 1.0], [500, 1], "epsilon")
         assert sde_able(clean_end, "ddim", 1.0).tolist() == [True, False]
 
     def test_kernels_belong_to_their_kind_of_model(self):
-        schedule = ddim_grid(TinyDDIM.scheduler("epsilon"), 10)
-        with pytest.raises(InputError, match=r"kernel.name=flow_sde.*diffusion model.*ddim"):
+        schedule = ddim_schedule(TinyDDIM.scheduler("epsilon"), 10)
+        with pytest.raises(InputError, match=r"kernel=flow_sde.*diffusion model.*ddim"):
             sde_able(schedule, "flow_sde", 0.7)
-        with pytest.raises(InputError, match=r"kernel.name=ddim.*flow model"):
+        with pytest.raises(InputError, match=r"kernel=ddim.*flow model"):
             sde_able(shifted(10, 3.0), "ddim", 1.0)
-        with pytest.raises(InputError, match=r"kernel.eta=1.5.*at most 1"):
+        with pytest.raises(InputError, match=r"eta=1.5.*at most 1"):
             sde_able(schedule, "ddim", 1.5)
 
     @pytest.mark.parametrize(

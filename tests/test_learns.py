@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from arborl.config import load_config
-from arborl.train import train
+from arborl.trainer import train
 
 QUIET = ["log.record_every=0", "log.trackers=[]", "log.save_every=1000"]
 

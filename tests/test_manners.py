@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import arborl
-from arborl.cli import app, main, out
-from arborl.complete import reward_names
-from arborl.lock import is_taken, take
-from arborl.next import print_next
+from arborl.cli import main
+from arborl.cli.app import app, out
+from arborl.cli.completion import reward_names
+from arborl.cli.suggestions import print_next
 from arborl.rewards.catalog import BUILT_IN
+from arborl.tools.files import is_taken, take
 
 BIN = Path(sys.executable).parent
 
@@ -139,7 +140,7 @@ def test_styles_are_for_terminals(tmp_path: Path):
     plain = subprocess.run(command, capture_output=True, cwd=tmp_path, check=True).stdout
     assert b"\x1b" not in plain
     assert b"\x1b[1m" in on_a_terminal(command, tmp_path)
-    script = "from arborl.cli import out; out.print('[green]ready[/green]')"
+    script = "from arborl.cli.app import out; out.print('[green]ready[/green]')"
     assert b"\x1b[32m" in on_a_terminal([sys.executable, "-c", script], tmp_path)
     assert b"\x1b" not in on_a_terminal([sys.executable, "-c", script], tmp_path, NO_COLOR="1")
 
@@ -191,9 +192,9 @@ def test_a_run_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_names_for_notebooks():
-    """`arborl.train` is the function, before and after its module is imported; every name is there and listed."""
+    """`arborl.train` is the function, also once its module is imported; every name is there and listed."""
     script = (
-        "import arborl, sys; assert 'torch' not in sys.modules; import arborl.train; from arborl import train, Plan;"
+        "import arborl, sys; assert 'torch' not in sys.modules; import arborl.trainer; from arborl import train, Plan;"
         "assert callable(train) and arborl.train is train; assert all(hasattr(arborl, n) for n in arborl.__all__);"
         "assert set(arborl.__all__) <= set(dir(arborl))"
     )

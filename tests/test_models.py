@@ -14,16 +14,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from arborl.checkpoint import _seal, newest_sound
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
-from arborl.evaluate import EVALUATION, generate
+from arborl.data.prompts import Prompts
+from arborl.engine.checks import gradient_sizes, reached_groups
+from arborl.engine.generate import EVALUATION, generate
 from arborl.models import load_model, model_class
-from arborl.prompts import Prompts
-from arborl.train import train
-from arborl.update import gradient_sizes, reached_groups
+from arborl.run.checkpoint import _seal, latest_valid
+from arborl.trainer import train
 from bench.pipelines import build
 
 from conftest import CPU, TINY, make, tiny_overrides
@@ -203,7 +203,7 @@ class TestPipelines:
 
     def test_a_training_step_changes_lora_weights_only(self, overrides, tmp_path: Path, monkeypatch):
         held: list[Any] = []
-        monkeypatch.setattr("arborl.prepare.load_model", lambda *given: held.append(load_model(*given)) or held[0])
+        monkeypatch.setattr("arborl.run.setup.load_model", lambda *given: held.append(load_model(*given)) or held[0])
         config = load_config("tree", [*overrides, f"log.dir={tmp_path}", "train.epochs=1", "train.learning_rate=0.1"])
         fresh = {name: p.detach().clone() for name, p in load_model(config, CPU).module.named_parameters()}
         train(config)
@@ -252,7 +252,8 @@ class TestPipelines:
 
 
 def trained_model(config: Any, run: Path) -> Any:
-    from arborl.checkpoint import load_weights, trainable, weights_of
+    from arborl.engine.state import trainable
+    from arborl.run.checkpoint import load_weights, weights_of
 
     model = load_model(config, CPU)
     load_weights(trainable(model.module), weights_of(latest(run)))
@@ -270,7 +271,7 @@ def run_ok(*arguments: str) -> None:
 
 
 def latest(run: Path) -> Path:
-    found, damaged = newest_sound(run)
+    found, damaged = latest_valid(run)
     assert found
     assert not damaged
     return found
@@ -320,7 +321,7 @@ class TestOwnWays:
     def test_flux_shift_grows_with_the_picture(self, tiny_folder):
         def shift(*size: str) -> float:
             config = load_config("tree", [*tiny_overrides("flux", tiny_folder("flux")), *size])
-            return model_class(config).own_shift(config)
+            return model_class(config).default_shift(config)
 
         # 256 picture tokens and fewer: e^0.5; 4096: e^1.15. A tiny VAE halves, and patches halve again.
         assert shift("sample.resolution=64", "sample.width=64") == pytest.approx(math.exp(0.5))
@@ -329,12 +330,12 @@ class TestOwnWays:
 
     def test_a_shift_of_ones_own_is_taken(self, tiny_folder):
         config = load_config("tree", [*tiny_overrides("flux", tiny_folder("flux")), "sample.shift=3"])
-        own = model_class(config).grid(config, 4)
+        own = model_class(config).schedule_for(config, 4)
         assert own.sigma.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5])
 
     def test_wan_takes_the_shift_its_own_scheduler_calls_another_name(self, tiny_folder):
         config = load_config("tree", tiny_overrides("wan", tiny_folder("wan")))
-        assert model_class(config).own_shift(config) == 3.0
+        assert model_class(config).default_shift(config) == 3.0
 
     def test_flux_without_guidance_is_its_pipelines_own_call_too(self, tiny_folder):
         folder = tiny_folder("flux", guidance=False)
@@ -390,7 +391,7 @@ class TestOwnWays:
         assert [row["file"] for row in rows] == ["00000.webp", "00001.webp"]
 
     def test_rewards_see_videos_whole(self):
-        from arborl.rewards.canary import brightness, jpeg
+        from arborl.rewards.simple import brightness, jpeg
 
         video = torch.rand(2, 5, 3, 16, 16)
         assert brightness(video, ["a", "b"], {}).shape == (2,)

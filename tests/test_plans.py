@@ -16,19 +16,10 @@ from arborl.core.noise import fold
 from arborl.core.plans import PLANS
 from arborl.core.schedule import Schedule, shifted
 from arborl.core.tree import Plan, Tail, grow
-from arborl.models.mixture import Mixture
-from arborl.plan import (
-    check_plan,
-    costs,
-    epochs_within,
-    kernel_of,
-    make_plan,
-    places,
-    pruning,
-    stages,
-    window_of,
-)
-from arborl.rollout import rollout
+from arborl.engine.cost import costs, epochs_within
+from arborl.engine.method import check_plan, kernel_of, make_plan, places, pruning, stages, window_of
+from arborl.engine.rollout import sample_trees
+from arborl.worlds.mixture import Mixture
 
 from conftest import make
 from test_presets import PRESETS
@@ -68,7 +59,7 @@ class TestCounts:
         seen, predict = [], model.predict
         model.predict = lambda x, t, cond: (seen.append(len(x)), predict(x, t, cond))[1]  # pyright: ignore
         plan = make_plan(config, model.schedule(10), 4)
-        rollout(model, plan, model.encode(["a dot"] * 2), fold(0, 0), torch.arange(2), config.sample)
+        sample_trees(model, plan, model.encode(["a dot"] * 2), fold(0, 0), torch.arange(2), config.sample)
         assert sum(seen) == 2 * plan.forwards == 2 * (4 + 1 + 6 * 5)
 
     def test_tree_of_the_readme(self):
@@ -168,7 +159,7 @@ class TestPlans:
                 below.append(children[0])
                 node = plan.roots + children[0]
             expected = plan.leaves.tolist().index(node) if not children else -1
-            assert plan.chain[edge] == expected
+            assert plan.only_leaf[edge] == expected
 
     @pytest.mark.parametrize("name", ["tree", "mix", "branch_mix", "mix_flash"])
     def test_windows_slide_and_come_to_every_place(self, name: str):
@@ -271,7 +262,7 @@ class TestTails:
         )
         plan = make_plan(config, model.schedule(steps), 0)
         texts = ["a dot"] * 32
-        return rollout(model, plan, model.encode(texts), fold(0, 0), torch.arange(32), config.sample).leaves
+        return sample_trees(model, plan, model.encode(texts), fold(0, 0), torch.arange(32), config.sample).leaves
 
     @pytest.mark.parametrize("prediction", ["flow", "epsilon", "v_prediction"])
     def test_the_second_order_tail_is_diffusers_own_solver(self, prediction: str):
@@ -293,7 +284,7 @@ class TestTails:
             use_flow_sigmas=prediction == "flow", lower_order_final=True,
         )  # fmt: skip
         solver.set_timesteps(5)
-        levels = torch.cat([schedule.signal(plan.schedule.sigma[rows]), torch.ones(1).double()])
+        levels = torch.cat([schedule.alpha(plan.schedule.sigma[rows]), torch.ones(1).double()])
         sigmas = torch.cat([plan.schedule.sigma[rows], torch.zeros(1).double()])
         solver.sigmas = sigmas if prediction == "flow" else sigmas / levels
         solver.timesteps = torch.arange(5)
@@ -307,9 +298,9 @@ class TestTails:
             level = float(plan.schedule.sigma[plan.step[edge]])
             v = answer(x, level)
             a, b, _ = (c[edge] for c in plan.coefficients)
-            clean_a, clean_b = (c[int(plan.parent[edge])] for c in plan.clean)
+            clean_a, clean_b = (c[int(plan.parent[edge])] for c in plan.x0_coefficients)
             clean = clean_a * x + clean_b * v
-            x = a * x + b * v + plan.momentum[edge] * (clean - before)
+            x = a * x + b * v + plan.multistep_coefficient[edge] * (clean - before)
             before = clean
             y = solver.step(answer(y, level), torch.tensor(i), y).prev_sample
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
@@ -325,8 +316,8 @@ class TestTails:
             for edge in range(plan.edges):
                 v = data.velocity(x, plan.sigma[edge].expand(len(x)))
                 a, b, _ = (c[edge] for c in plan.coefficients)
-                clean = plan.clean[0][edge] * x + plan.clean[1][edge] * v
-                x, before = a * x + b * v + plan.momentum[edge] * (clean - before), clean
+                clean = plan.x0_coefficients[0][edge] * x + plan.x0_coefficients[1][edge] * v
+                x, before = a * x + b * v + plan.multistep_coefficient[edge] * (clean - before), clean
             return float((x - (data.means + 0.3 * z)).abs().max())
 
         first, second = ([error(solver, n) for n in (64, 128, 256)] for solver in ("euler", "dpmpp_2m"))
@@ -359,7 +350,7 @@ class TestSplitNoise:
         plan = make_plan(config, model.schedule(8), 0)
         assert plan.kappa[plan.step == 3].unique().tolist() == [4.0]
         prompts = 3000
-        record = rollout(
+        record = sample_trees(
             model, plan, model.encode(["a dot"] * prompts), fold(0, 0), torch.arange(prompts), config.sample
         )
         plain = grow(plan.schedule, kernel, 1, [1] * 8, [eta] * 7 + [0.0]).coefficients.std
@@ -377,7 +368,7 @@ class TestSplitNoise:
         config, model = make(["algo=branch", "sample.num_steps=8", "tree.split_points=[0]", "tree.k=2"])
         plan = make_plan(config, model.schedule(8), 0)
         texts = ["a dot"] * 4000
-        record = rollout(model, plan, model.encode(texts), fold(0, 0), torch.arange(4000), config.sample)
+        record = sample_trees(model, plan, model.encode(texts), fold(0, 0), torch.arange(4000), config.sample)
         apart = record.latents[:, 1] - record.latents[:, 2]
         assert kernel_of(config) == "dance_sde"
         assert float(apart.std()) == pytest.approx(2**0.5 * float(plan.coefficients.std[0]), rel=0.03)

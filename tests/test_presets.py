@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.checkpoint import trainable
 from arborl.config import load_config, options
 from arborl.core.schedule import shifted
+from arborl.engine.cost import work
+from arborl.engine.method import check_plan, kernel_of, make_plan, pruning
+from arborl.engine.state import trainable
 from arborl.models import load_model
-from arborl.plan import check_plan, kernel_of, make_plan, pruning, work
-from arborl.train import train
+from arborl.trainer import train
 
 from conftest import CPU, TINY
 

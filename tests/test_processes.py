@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.checkpoint import problem_with
-from arborl.models import compiled
+from arborl.models import compile
+from arborl.run.checkpoint import problem_with
 from launching import (
     PATIENCE,
     ROOT,
@@ -118,7 +118,7 @@ def test_every_way_to_train_a_transformer_on_two_processes(tmp_path: Path, sd3_o
 @pytest.mark.slow
 def test_compiled_code_on_two_processes(tmp_path: Path, tiny_folder, monkeypatch: pytest.MonkeyPatch):
     """No rank waits for gradients of a rollout's forwards, whole or split."""
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compile, "BACKEND", "eager")
     few = ["--config-name=mixture", *tiny_overrides("sd3", tiny_folder("sd3")), "train.epochs=3", "train.batch_size=4"]
     few += ["sample.prompts_per_epoch=3"]  # a rank has less to do than the other
     one = trained(1, few, tmp_path, "one")
@@ -143,7 +143,7 @@ from pathlib import Path
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from arborl.models.mixture import MixtureModel
+from arborl.worlds.mixture import MixtureModel
 
 class Telling(MixtureModel):
     "Notes how its weights are held."
@@ -177,7 +177,7 @@ import os
 import shutil
 from pathlib import Path
 import torch
-from arborl.models.mixture import MixtureModel
+from arborl.worlds.mixture import MixtureModel
 
 ALL = -1
 
@@ -277,7 +277,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "faulty.py").write_text(f"{FAULTY}\nFAULT = {('nan once', rank, 2)}\n")
         runs[name] = trained(processes, ["--config-name=mixture", *FAULTS, *more], tmp_path / name, "x")
-        assert [row.get("steps_broken") for row in timeless(runs[name])] == [0, 0, 1, 0, 0, 0, None]
+        assert [row.get("steps_nonfinite") for row in timeless(runs[name])] == [0, 0, 1, 0, 0, 0, None]
         assert [row.get("steps") for row in timeless(runs[name])] == [1, 1, 0, 1, 1, 1, None]
     assert_close(runs["one"], runs["two"])
     assert_close(runs["one"], runs["split"])
@@ -285,8 +285,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path: Path):
 
 def test_gradients_that_are_not_finite_any_more(tmp_path: Path):
     for shard in ("no", "full"):
-        ended = failing(tmp_path / shard, "nan", 1, 1, f"train.shard={shard}", "train.max_broken=3")
-        text = "train.max_broken=3: the last 3 optimizer steps had gradients that are not finite"
+        ended = failing(tmp_path / shard, "nan", 1, 1, f"train.shard={shard}", "train.max_nonfinite_steps=3")
+        text = "train.max_nonfinite_steps=3: the last 3 optimizer steps had gradients that are not finite"
         cure = "allowed: a lower train.learning_rate or another precision"
         assert ended[0].stopped_with(text)
         assert (ended[1].code, ended[1].said) == (1, f"stopped on rank 1: rank 0 failed (InputError: {text}; {cure})\n")

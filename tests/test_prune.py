@@ -9,10 +9,11 @@ from arborl.config import load_config
 from arborl.core.advantage import ADVANTAGES, advantages, depth
 from arborl.core.noise import fold
 from arborl.core.plans import PLANS
-from arborl.core.prune import Pruning, prune, slid
+from arborl.core.prune import Pruning, prune, slide_depths
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
-from arborl.plan import make_plan, pruning, work
+from arborl.engine.cost import work
+from arborl.engine.method import make_plan, pruning
 
 from test_plans import shapes
 
@@ -28,12 +29,12 @@ def naive_width(plan: Plan, values: list[float], mode: int, ratio: float) -> set
             if (plan.parent == parent).sum() > 1:
                 break
         tree = int(plan.tree[leaf])
-        groups.setdefault(0 if not len(plan.splits) else node if mode == 1 else tree, []).append(place)
+        groups.setdefault(0 if not len(plan.splits) else node if mode == "best" else tree, []).append(place)
     stays: set[int] = set()
     for places in groups.values():
         order = sorted(places, key=lambda place: -values[place])
         count = max(1, int(ratio * len(places)))
-        if mode == 1:
+        if mode == "best":
             stays |= set(order[:count])
         else:
             low = max(1, count // 2)
@@ -51,7 +52,7 @@ class TestPruning:
         stop=st.integers(1, 8),
     )
     def test_depths_slide_towards_the_root_and_stop(self, depths, epoch, interval, stop):
-        found = slid(depths, epoch, interval, stop)
+        found = slide_depths(depths, epoch, interval, stop)
         if not depths:
             assert found == ()
             return
@@ -70,24 +71,24 @@ class TestPruning:
         at = torch.isin(self.branch.depth[self.branch.child], torch.tensor(depths, dtype=torch.long))
         assert torch.equal(gone, whole & at)
 
-    @pytest.mark.parametrize("mode", [1, 2])
+    @pytest.mark.parametrize("mode", ["best", "best_and_worst"])
     @pytest.mark.parametrize("name", PLANS)
     @given(st.data(), st.sampled_from([0.1, 0.34, 0.5, 0.75, 1.0]))
     @settings(max_examples=30)
     def test_width_keeps_whole_chains_as_a_sorted_list_would(self, name, mode, data, ratio):
         plan = shapes(data.draw, name)
         order = torch.tensor(data.draw(st.permutations(range(len(plan.leaves))))).double()
-        advantage = torch.where(plan.chain >= 0, order[plan.chain.clamp_min(0)], 0.0)[None]
+        advantage = torch.where(plan.only_leaf >= 0, order[plan.only_leaf.clamp_min(0)], 0.0)[None]
         kept = prune(plan, advantage, Pruning(width_mode=mode, width_ratio=ratio))[0]
         stays = naive_width(plan, order.tolist(), mode, ratio)
         for edge in range(plan.edges):
-            chain = int(plan.chain[edge])
+            chain = int(plan.only_leaf[edge])
             assert bool(kept[edge]) == bool(plan.stochastic[edge] and (chain < 0 or chain in stays))
 
     def test_mode_1_compares_siblings_not_the_edges_of_one_chain(self):
-        advantage = torch.tensor([0.1, 0.9, -2.0, -3.0])[self.branch.chain.clamp_min(0)][None]
-        kept = prune(self.branch, advantage, Pruning(width_mode=1))[0]
-        chains = [set(self.branch.chain[kept].tolist()) - {-1}]
+        advantage = torch.tensor([0.1, 0.9, -2.0, -3.0])[self.branch.only_leaf.clamp_min(0)][None]
+        kept = prune(self.branch, advantage, Pruning(width_mode="best"))[0]
+        chains = [set(self.branch.only_leaf[kept].tolist()) - {-1}]
         assert chains == [
             {1, 2}
         ]  # the better of each pair, although both of the second are worse than all of the first
@@ -98,16 +99,16 @@ class TestPruning:
         plan = make_plan(config, shifted(10, 3.0), 0)
         scores = torch.arange(len(plan.leaves)).double()[None]
         found = advantages(depth, plan, scores, torch.zeros(1, plan.edges), 5.0, fusion="mean", group="siblings")
-        kept = prune(plan, found, Pruning(width_mode=1, width_ratio=0.5))
+        kept = prune(plan, found, Pruning(width_mode="best", width_ratio=0.5))
         assert kept.sum() == 8
         assert (found[kept] > 0).all()
 
     def test_a_leaf_without_a_score_is_not_kept_in_place_of_one_that_has_one(self):
-        values = torch.tensor([torch.nan, -1.0, 0.5, torch.nan])[self.branch.chain.clamp_min(0)]
-        advantage = torch.where(self.branch.chain >= 0, values, 0.0)[None]
-        for mode in (1, 2):
+        values = torch.tensor([torch.nan, -1.0, 0.5, torch.nan])[self.branch.only_leaf.clamp_min(0)]
+        advantage = torch.where(self.branch.only_leaf >= 0, values, 0.0)[None]
+        for mode in ("best", "best_and_worst"):
             kept = prune(self.branch, advantage, Pruning(width_mode=mode))[0]
-            assert set(self.branch.chain[kept].tolist()) == {-1, 1, 2}
+            assert set(self.branch.only_leaf[kept].tolist()) == {-1, 1, 2}
 
     def test_some_steps_are_drawn_for_each_prompt_and_epoch(self):
         plan = grow(shifted(11, 3.0), "dance_sde", 4, [1] * 11, [0.3] * 10 + [0.0])
@@ -152,7 +153,7 @@ class TestContract:
 
     @pytest.mark.parametrize("name", PLANS)
     @pytest.mark.parametrize("advantage", ADVANTAGES)
-    @pytest.mark.parametrize("width", [0, 1, 2])
+    @pytest.mark.parametrize("width", ["off", "best", "best_and_worst"])
     @given(st.data())
     @settings(max_examples=12)
     def test_every_combination_keeps_the_rules(self, name: str, advantage: str, width: int, data: st.DataObject):

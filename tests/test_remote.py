@@ -33,11 +33,12 @@ from torch import Tensor
 from arborl.cli import main
 from arborl.config.schema import RewardConfig
 from arborl.core.errors import InputError
-from arborl.rewards import remote, wire
+from arborl.rewards import client as client_module
+from arborl.rewards import remote
 from arborl.rewards.base import RewardFailed
+from arborl.rewards.client import read_answer
 from arborl.rewards.remote import RemoteReward
 from arborl.rewards.serve import read_png, serve
-from arborl.rewards.wire import read_answer
 
 TOKEN = "a-token-of-tests"
 DOCS = Path(__file__).parent.parent / "docs" / "rewards.md"
@@ -227,7 +228,7 @@ def process(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "WAIT", 0.02)
     monkeypatch.setattr(remote, "PROBE", 0.5)
-    monkeypatch.setattr(wire, "PROBE", 0.5)
+    monkeypatch.setattr(client_module, "PROBE", 0.5)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -356,9 +357,9 @@ class TestPictures:
     @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**30))
     def test_arrive_as_they_were(self, height: int, width: int, seed: int):
         sent = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-        with Image.open(io.BytesIO(base64.b64decode(wire.png(sent)))) as picture:
+        with Image.open(io.BytesIO(base64.b64decode(client_module.png(sent)))) as picture:
             picture.verify()
-        assert torch.equal(read_png(wire.png(sent), 81), torch.from_numpy(sent).permute(2, 0, 1))
+        assert torch.equal(read_png(client_module.png(sent), 81), torch.from_numpy(sent).permute(2, 0, 1))
 
 
 class TestServersThatFail:

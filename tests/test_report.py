@@ -18,15 +18,15 @@ from arborl.cli import main
 from arborl.compare import Cell, Comparison, Protocol, write
 from arborl.compare.results import Point, Row
 from arborl.config import load_config, read_config, save_config
-from arborl.log import read_metrics
-from arborl.plan import plan_at
-from arborl.record import RecordedTree
+from arborl.engine.method import plan_at
 from arborl.report import read, write_report
 from arborl.report.data import ROWS, _as_the_run_saw, _some, columns
 from arborl.report.live import app
 from arborl.report.page import render
 from arborl.report.pictures import spread, spread_within
-from arborl.train import train
+from arborl.run.folder import read_metrics
+from arborl.run.trees import TreeFile
+from arborl.trainer import train
 
 from browser import NARROW, WIDE, Opened, chromium, needs_browser
 
@@ -72,8 +72,8 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-def tree_at(run: Path, epoch: int) -> RecordedTree:
-    return RecordedTree.load(run / "trees" / f"epoch_{epoch:06d}")
+def tree_at(run: Path, epoch: int) -> TreeFile:
+    return TreeFile.load(run / "trees" / f"epoch_{epoch:06d}")
 
 
 def shown(value: float, digits: int = 5) -> float:
@@ -119,7 +119,7 @@ def test_the_tree_is_the_plan_and_the_slider_goes_through_the_epochs(run: Path, 
         assert f"epoch {epoch}" in page.text("#tree-prompt")
         assert page.count("#tree .node") == plan.nodes
         assert page.count("#tree .edge") == plan.edges
-        assert page.count("#tree .node image") == len(plan.shown)
+        assert page.count("#tree .node image") == len(plan.preview_nodes)
         assert page.count("#tree .window") == 1
         windows.add(page.text("#tree .window-label"))
         scores = page.page.locator("#tree .node .score").all_text_contents()
@@ -167,7 +167,7 @@ def test_hovering_tells_what_the_files_say(run: Path, browser: Browser):
             assert expected in tip.text_content()
 
 
-def below_mean(tree: RecordedTree, edge: int) -> float:
+def below_mean(tree: TreeFile, edge: int) -> float:
     inside = {tree.plan.roots + edge}
     for other, parent in enumerate(tree.plan.parent.tolist()):
         if parent in inside:
@@ -292,10 +292,10 @@ def test_every_shape_of_plan_is_drawn(browser: Browser, tmp_path: Path, preset: 
     scores = torch.rand(len(plan.leaves))
     scores[0] = torch.nan
     noisy = torch.where(plan.stochastic, 1.0, torch.nan)
-    RecordedTree(
+    TreeFile(
         epoch=0, prompt="p", plan=plan, log_density=torch.randn(plan.edges), advantage=torch.randn(plan.edges),
-        kept=plan.stochastic, ratio=noisy, scores={"r": scores, "total": scores}, shown=plan.shown,
-        pictures=torch.zeros(len(plan.shown), 3, 8, 8, dtype=torch.uint8), latents=torch.zeros(plan.nodes, 1),
+        kept=plan.stochastic, ratio=noisy, scores={"r": scores, "total": scores}, shown=plan.preview_nodes,
+        pictures=torch.zeros(len(plan.preview_nodes), 3, 8, 8, dtype=torch.uint8), latents=torch.zeros(plan.nodes, 1),
     ).save(tmp_path / "trees" / "epoch_000000")  # fmt: skip
     save_config(config, tmp_path / "config.yaml")
     for viewport in (WIDE, NARROW):

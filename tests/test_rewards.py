@@ -26,11 +26,11 @@ from arborl.core.errors import InputError
 from arborl.rewards import blip, clip, load_rewards
 from arborl.rewards.base import Reward, RewardFailed, make_reward
 from arborl.rewards.catalog import BUILT_IN
+from arborl.rewards.files import read_tensors, tensors_of
+from arborl.rewards.inspect import example
 from arborl.rewards.ocr import likeness, target
-from arborl.rewards.pixels import centre_crop, letterbox, normalised
-from arborl.rewards.report import example
-from arborl.rewards.tokens import ClipTokens
-from arborl.rewards.weights import read_tensors, tensors_of
+from arborl.rewards.preprocessing import centre_crop, letterbox, normalised
+from arborl.rewards.tokenizers import ClipTokens
 from bench.pipelines import build, clip_encoder
 from bench.reward_files import (
     TINY,

@@ -9,11 +9,10 @@ import torch
 from arborl.core.kernels import KERNELS, Coefficients, transition
 from arborl.core.noise import Key, fold, normal
 from arborl.core.tree import Plan
+from arborl.engine.method import make_plan
+from arborl.engine.rollout import Rollout, sample_trees
 from arborl.models import Model
 from arborl.models.base import Cond
-from arborl.plan import make_plan
-from arborl.record import Record
-from arborl.rollout import rollout
 
 from conftest import make
 
@@ -48,12 +47,12 @@ def node_by_node(
     return latents, density
 
 
-def grown(overrides: list[str], prompts: list[str] | None = None, epoch: int = 1) -> tuple[Model, Record, Key]:
+def grown(overrides: list[str], prompts: list[str] | None = None, epoch: int = 1) -> tuple[Model, Rollout, Key]:
     config, model = make(overrides)
     plan = make_plan(config, model.schedule(config.sample.num_steps), epoch)
     texts = prompts or ["a dot at the top left", "red house", "a dog"][: config.sample.num_prompts]
     key = fold(config.seed, epoch)
-    return model, rollout(model, plan, model.encode(texts), key, torch.arange(len(texts)), config.sample), key
+    return model, sample_trees(model, plan, model.encode(texts), key, torch.arange(len(texts)), config.sample), key
 
 
 @torch.no_grad()
@@ -96,9 +95,9 @@ def test_a_prompts_trees_do_not_depend_on_the_others():
     plan = make_plan(config, model.schedule(6), 0)
     texts = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left"]
     key = fold(0, 0)
-    together = rollout(model, plan, model.encode(texts), key, torch.arange(3), config.sample)
+    together = sample_trees(model, plan, model.encode(texts), key, torch.arange(3), config.sample)
     for i, text in enumerate(texts):
-        alone = rollout(model, plan, model.encode([text]), key, torch.tensor([i]), config.sample)
+        alone = sample_trees(model, plan, model.encode([text]), key, torch.tensor([i]), config.sample)
         torch.testing.assert_close(alone.latents[0], together.latents[i], rtol=1e-5, atol=1e-6)
 
 
@@ -126,7 +125,7 @@ def test_ode_levels_share_no_noise_and_have_no_density():
 def test_the_first_prompts_clean_pictures():
     config, model = make(MIXTURE)
     plan = make_plan(config, model.schedule(6), 0)
-    record = rollout(
+    record = sample_trees(
         model, plan, model.encode(["a dot"]), fold(0, 0), torch.tensor([0]), config.sample, keep_clean=True
     )
     assert record.clean is not None

@@ -9,14 +9,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-import arborl.job as job_module
+import arborl.run.evaluations as evaluations_module
 from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
-from arborl.log import claim_folder
-from arborl.shard import launcher_asks
-from arborl.together import Together
-from arborl.train import train
+from arborl.distributed.coordination import Coordinator
+from arborl.distributed.fsdp import launcher_asks
+from arborl.run.folder import claim_folder
+from arborl.trainer import train
 from launching import Fork, assert_same_run, last_checkpoint, rows_of, timeless
 
 MIXTURE = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=8", "log.record_every=0", "train.ema_decay=0.9"]
@@ -76,7 +76,7 @@ def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, mon
 def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, monkeypatch):
     settings = [*MIXTURE, "train.epochs=4", "eval.every=1", f"log.dir={tmp_path}"]
     whole = train(load_config("mixture", [*settings, "run_name=whole"]))
-    honest, calls = job_module.evaluate, []
+    honest, calls = evaluations_module.evaluate, []
 
     def interrupted(*rest):
         calls.append(1)
@@ -84,7 +84,7 @@ def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, mo
             os.kill(os.getpid(), signal.SIGINT)
         return honest(*rest)
 
-    monkeypatch.setattr(job_module, "evaluate", interrupted)
+    monkeypatch.setattr(evaluations_module, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(load_config("mixture", [*settings, "run_name=cut"]))
     monkeypatch.undo()
@@ -189,7 +189,7 @@ def test_prompts_may_be_moved_but_not_changed(tmp_path: Path):
 
 def test_an_interrupt_while_the_run_saves_itself(tmp_path: Path, monkeypatch):
     """The launcher's signals reach processes one after another: one that is leaving takes its first for that."""
-    together = Together(Accelerator(cpu=True))
+    together = Coordinator(Accelerator(cpu=True))
     together.several, together.agreed = True, True
     with together.watched():
         os.kill(os.getpid(), signal.SIGTERM)  # this process's first

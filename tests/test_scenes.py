@@ -16,11 +16,12 @@ from torch import Tensor
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
-from arborl.inputs import load_inputs
-from arborl.prepare import start_accelerator
 from arborl.rewards import load_rewards
-from arborl.scenes import FOLDER
-from arborl.scenes.grammar import (
+from arborl.run.inputs import load_inputs
+from arborl.run.setup import start_accelerator
+from arborl.trainer import train
+from arborl.worlds.scenes import FOLDER
+from arborl.worlds.scenes.grammar import (
     BACKGROUND,
     COLOUR,
     COLOURS,
@@ -34,9 +35,8 @@ from arborl.scenes.grammar import (
     parse,
     split,
 )
-from arborl.scenes.render import SIDE, masks, render
-from arborl.scenes.score import parts, scene
-from arborl.train import train
+from arborl.worlds.scenes.render import SIDE, masks, render
+from arborl.worlds.scenes.score import parts, scene
 
 PARTS = ("colour", "background", "place", "shape")
 
@@ -432,7 +432,7 @@ def test_the_package_stays_small():
 def test_pretraining_runs_and_what_it_saves_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The whole script, a few steps of it; the folder is then a model like any other."""
     small = ["--pictures", "64", "--vae-steps", "3", "--steps", "9", "--batch", "8", "--device", "cpu"]
-    command = [sys.executable, "-m", "arborl.scenes.pretrain", "--out", str(tmp_path / "new"), *small]
+    command = [sys.executable, "-m", "arborl.worlds.scenes.pretrain", "--out", str(tmp_path / "new"), *small]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "saved" in done.stdout

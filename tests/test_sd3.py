@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
-from arborl.evaluate import EVALUATION, generate
+from arborl.data.prompts import Prompts
+from arborl.engine.generate import EVALUATION, generate
 from arborl.models import load_model, model_class
 from arborl.models.sd3 import SD3Model
-from arborl.prompts import Prompts
 
 from conftest import CPU, make, tiny_overrides
 
@@ -49,7 +49,7 @@ def test_the_ode_rollout_is_the_pipelines_own_call(
 
 def test_the_pipelines_grid_needs_no_weights(sd3_overrides, pipeline):
     config = load_config("mixture", [*sd3_overrides, "sample.sigmas=pipeline"])
-    schedule = model_class(config).grid(config, 10)
+    schedule = model_class(config).schedule_for(config, 10)
     pipeline.scheduler.set_timesteps(10)
     torch.testing.assert_close(schedule.sigma.float(), pipeline.scheduler.sigmas[:-1])
     assert model_class(config) is SD3Model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from arborl.batches import batches
+from arborl.cli.plan_table import sketch
 from arborl.config import groups, knobs, load_config, options, presets, read_config, save_config
 from arborl.config.schema import RewardConfig
 from arborl.core.advantage import ADVANTAGES
@@ -20,12 +20,13 @@ from arborl.core.kernels import KERNELS
 from arborl.core.plans import PLANS
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
-from arborl.draw import draw_tree, leaf_order, sheet, sketch
-from arborl.plan import plans_of_a_run
-from arborl.prompts import Prompts, dealt, load_prompts
-from arborl.record import RecordedTree
+from arborl.data.prompts import Prompts, load_prompts, prompt_order
+from arborl.engine.batches import batches
+from arborl.engine.method import plans_of_a_run
 from arborl.rewards import load_rewards
-from arborl.rewards.canary import brightness, jpeg
+from arborl.rewards.simple import brightness, jpeg
+from arborl.run.drawings import draw_tree, leaf_order, sheet
+from arborl.run.trees import TreeFile
 
 SOURCE = Path(__file__).parent.parent / "src" / "arborl"
 
@@ -116,14 +117,14 @@ class TestPrompts:
     @given(total=st.integers(1, 40), per_epoch=st.integers(1, 30), seed=st.integers(0, 9))
     def test_every_pass_sees_every_prompt_once_whatever_the_batch(self, total: int, per_epoch: int, seed: int):
         epochs = -(-2 * total // per_epoch)
-        seen = [i for epoch in range(epochs) for i in dealt(total, epoch * per_epoch, per_epoch, seed)]
+        seen = [i for epoch in range(epochs) for i in prompt_order(total, epoch * per_epoch, per_epoch, seed)]
         assert sorted(seen[:total]) == sorted(seen[total : 2 * total]) == list(range(total))
-        one_by_one = [dealt(total, i, 1, seed)[0] for i in range(len(seen))]
+        one_by_one = [prompt_order(total, i, 1, seed)[0] for i in range(len(seen))]
         assert seen == one_by_one, "where an epoch ends must not change the order"
 
     def test_passes_and_seeds_differ(self):
-        assert dealt(50, 0, 50, 0) != dealt(50, 50, 50, 0)
-        assert dealt(50, 0, 50, 0) != dealt(50, 0, 50, 1)
+        assert prompt_order(50, 0, 50, 0) != prompt_order(50, 50, 50, 0)
+        assert prompt_order(50, 0, 50, 0) != prompt_order(50, 0, 50, 1)
 
 
 @given(count=st.integers(0, 50), size=st.integers(1, 20), pad=st.booleans())
@@ -147,12 +148,12 @@ class TestRewards:
         torch.testing.assert_close(scores.total, 2 * parts["a"].double())
 
 
-def recorded(leaves_without_score: bool = False) -> RecordedTree:
+def recorded(leaves_without_score: bool = False) -> TreeFile:
     plan = grow(shifted(4, 3.0), "flow_sde", 2, [2, 3, 1, 1], [0.5, 0.5, 0.0, 0.0])
     scores = torch.rand(len(plan.leaves))
     if leaves_without_score:
         scores[0] = math.nan
-    return RecordedTree(
+    return TreeFile(
         epoch=3,
         prompt="a <b>dot</b> & „quotes“ at the top left",
         plan=plan,
@@ -160,18 +161,18 @@ def recorded(leaves_without_score: bool = False) -> RecordedTree:
         advantage=torch.randn(plan.edges).double(),
         kept=plan.stochastic,
         ratio=torch.where(plan.stochastic, 1.0, torch.nan),
-        shown=plan.shown,
+        shown=plan.preview_nodes,
         scores={"place": scores, "total": scores.double()},
-        pictures=torch.randint(0, 255, (len(plan.shown), 3, 8, 8), dtype=torch.uint8),
+        pictures=torch.randint(0, 255, (len(plan.preview_nodes), 3, 8, 8), dtype=torch.uint8),
         latents=torch.randn(plan.nodes, 4, 2, 2),
     )
 
 
-class TestRecordedTrees:
+class TestTreeFiles:
     def test_the_file_form_gives_back_what_it_was_given(self, tmp_path: Path):
         tree = recorded(leaves_without_score=True)
         tree.save(tmp_path / "trees" / "epoch_000003")
-        back = RecordedTree.load(tmp_path / "trees" / "epoch_000003.json")
+        back = TreeFile.load(tmp_path / "trees" / "epoch_000003.json")
         assert (back.epoch, back.prompt, back.plan.kernel, back.plan.roots) == (3, tree.prompt, "flow_sde", 2)
         for name in ("parent", "step", "eta", "kappa", "leaves", "stochastic"):
             assert torch.equal(getattr(back.plan, name), getattr(tree.plan, name))
@@ -187,11 +188,11 @@ class TestRecordedTrees:
         json_text = stem.with_suffix(".json").read_text()
         stem.with_suffix(".json").write_text(json_text.replace('"version": 3', '"version": 4'))
         with pytest.raises(InputError, match=r"version 4.*version 3"):
-            RecordedTree.load(stem)
+            TreeFile.load(stem)
         stem.with_suffix(".json").write_text(json_text)
         stem.with_suffix(".safetensors").write_bytes(b"nothing")
         with pytest.raises(InputError, match="cannot be read"):
-            RecordedTree.load(stem)
+            TreeFile.load(stem)
 
     @pytest.mark.parametrize("holes", [False, True])
     def test_it_is_drawn(self, tmp_path: Path, holes: bool):

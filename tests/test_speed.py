@@ -12,21 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
-from arborl.batches import batches, placed
-from arborl.checks import RATIO_BOUND_COMPILED, ratio_bound, watching_for_overflow
 from arborl.config import load_config
 from arborl.config.schema import Config
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
-from arborl.evaluate import decode_and_score
-from arborl.fit import align, compiles, forward_flops
-from arborl.log import BLOCKS, STAGES, Run, time_split
-from arborl.models import compiled, load_model, lora
-from arborl.plan import make_plan
-from arborl.prompts import Prompts
+from arborl.data.prompts import Prompts
+from arborl.engine.autotune import compiles, find_bitwise_batch_sizes, forward_flops
+from arborl.engine.batches import batches, to_device
+from arborl.engine.checks import RATIO_BOUND_COMPILED, ratio_bound, watching_for_overflow
+from arborl.engine.method import make_plan
+from arborl.engine.rollout import sample_trees, trained_batch
+from arborl.engine.score import decode_and_score
+from arborl.models import compile, load_model, lora
 from arborl.rewards import Rewards
-from arborl.rollout import rollout, trained_batch
-from arborl.train import train
+from arborl.run.folder import STAGES
+from arborl.run.logger import BLOCKS, Logger, time_split
+from arborl.trainer import train
 
 from conftest import CPU, make, tiny_overrides
 
@@ -80,7 +81,7 @@ def test_compiled_blocks_answer_alike_in_one_graph_for_every_batch_size(family, 
         expected = [model.predict(*given) for given in some]
         pictures = model.decode(some[1][0])
     slope = gradients_of(model, some[1])
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compile, "BACKEND", "eager")
     torch._dynamo.reset()
     counters.clear()
     names = [*model.module.state_dict()]
@@ -102,7 +103,7 @@ def test_compiled_blocks_answer_alike_in_one_graph_for_every_batch_size(family, 
 
 
 def test_a_compiled_run_is_the_run(tiny_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compile, "BACKEND", "eager")
     rows = {}
     for how in ("off", "on"):
         own = [f"log.dir={tmp_path}", f"run_name={how}", "train.epochs=2", f"compile={how}", "train.kl=0.01"]
@@ -123,7 +124,7 @@ def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
     moved(model)
     plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
     cond, ids = model.encode(TEXTS), torch.arange(2)
-    plain = rollout(model, plan, cond, fold(0, 0), ids, config.sample)
+    plain = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample)
     seen, predict = [], model.predict
 
     def spy(x, t, cond):
@@ -132,7 +133,7 @@ def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
         return predict(x, t, cond)
 
     model.predict, model.compiled = spy, True
-    record = rollout(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
+    record = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
     # Two stochastic levels of 2 and 4 rows in the update's micro-batches of 3, no row alone; then three of 8 at once.
     assert seen == [(rows, True, False) for rows in (2, 3, 2)] + [(8, False, True)] * 3
     torch.testing.assert_close(record.latents, plain.latents, rtol=1e-4, atol=1e-4)
@@ -153,9 +154,9 @@ def test_trained_rows_come_in_calls_that_are_rounded_alike(tiny_folder, odd):
         return plain(x[:1], t[:1], cond[:1]).expand(x.shape) * (1.001 if len(x) in odd else 1)
 
     model.predict, model.compiled = answers, True
-    told = align(config, model, 1, "a dog")
+    told = find_bitwise_batch_sizes(config, model, 1, "a dog")
     assert seen == [(size, True) for size in (8, *range(2, 8))]
-    assert model.alike == tuple(size for size in range(2, 9) if size not in odd)
+    assert model.bitwise_batch_sizes == tuple(size for size in range(2, 9) if size not in odd)
     assert [f"of {', '.join(map(str, odd))} rows would not be rounded like those of 8" in line for line in told] == (
         [True] if odd else []
     )
@@ -163,9 +164,9 @@ def test_trained_rows_come_in_calls_that_are_rounded_alike(tiny_folder, odd):
     seen.clear()
     plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
     cond, ids = model.encode([*TEXTS, "a cat"]), torch.arange(3)
-    rollout(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
-    sizes = [size for size, stirred in seen if not stirred]
-    assert sizes[:2] == [min(size for size in model.alike if size >= level) for level in (3, 6)]
+    sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
+    sizes = [size for size, perturbed in seen if not perturbed]
+    assert sizes[:2] == [min(size for size in model.bitwise_batch_sizes if size >= level) for level in (3, 6)]
     assert sizes[2:] == [12] * (len(plan.levels) - 2)  # where nothing is trained, as they come
 
 
@@ -251,13 +252,13 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
     def broken(graph, inputs):
         raise OSError("no compiler here")
 
-    monkeypatch.setattr(compiled, "BACKEND", broken)
+    monkeypatch.setattr(compile, "BACKEND", broken)
     module = torch.nn.Linear(2, 2)
-    compiled.compile_calls(module)
+    compile.compile_calls(module)
     with pytest.raises(InputError, match=r"^compile=on: the model cannot be compiled \(.*; allowed: off$") as error:
         module(torch.ones(3, 2))
     assert "\n" not in str(error.value)
-    with compiled.uncompiled():
+    with compile.uncompiled():
         assert module(torch.ones(3, 2)).shape == (3, 2)
     torch._dynamo.reset()
 
@@ -269,12 +270,12 @@ def test_hooks_inside_compiled_code_are_heard_where_it_is_asked_for(monkeypatch)
         def forward(self, x):
             return x / 0
 
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compile, "BACKEND", "eager")
     module = torch.nn.Sequential(Overflows(), torch.nn.Hardtanh())
-    compiled.compile_calls(module)
+    compile.compile_calls(module)
     module(torch.ones(2, 2))
     found: list[str] = []
-    with watching_for_overflow(found), compiled.uncompiled():
+    with watching_for_overflow(found), compile.uncompiled():
         module(torch.ones(2, 2))
     assert found[0].startswith("Overflows")
     torch._dynamo.reset()
@@ -302,11 +303,11 @@ def test_a_half_precision_that_draws_something_else_is_left(tiny_folder, monkeyp
 
 
 def test_stages_within_stages_are_counted_once(tmp_path):
-    from arborl.prepare import start_accelerator
+    from arborl.run.setup import start_accelerator
 
     config = Config()
     config.log.dir, config.log.trackers = str(tmp_path), []
-    run = Run(config, start_accelerator(config), None, 0, quiet=True)
+    run = Logger(config, start_accelerator(config), None, 0, quiet=True)
     start = time.perf_counter()
     with run.stage("reward"):
         time.sleep(0.02)
@@ -359,7 +360,7 @@ def test_pictures_are_decoded_while_servers_score_others():
 
 def test_a_host_tensor_is_placed():
     values = torch.arange(3)
-    assert torch.equal(placed(values, CPU), values)
+    assert torch.equal(to_device(values, CPU), values)
 
 
 @pytest.mark.gpu
@@ -382,9 +383,9 @@ def test_on_a_gpu_nothing_waits_in_a_rollout(tiny_folder, how):
     given = model, plan, model.encode(TEXTS), fold(0, 0), torch.arange(2), config.sample
     twin = trained_batch(model, config)
     with torch.autocast("cuda", torch.bfloat16):
-        rollout(*given, trained_batch=twin)
+        sample_trees(*given, trained_batch=twin)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            rollout(*given, trained_batch=twin)
+            sample_trees(*given, trained_batch=twin)
         finally:
             torch.cuda.set_sync_debug_mode("default")

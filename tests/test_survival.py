@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arborl.checkpoint import checkpoints, newest_sound, problem_with
 from arborl.cli import main
 from arborl.config import load_config
-from arborl.train import train
+from arborl.run.checkpoint import checkpoints, latest_valid, problem_with
+from arborl.trainer import train
 from launching import (
     Ended,
     Fork,
@@ -240,13 +240,13 @@ def test_no_damage_goes_unseen(tmp_path: Path, finished: Path):
     run = shutil.copytree(finished, tmp_path / "run")
     before, newest = checkpoints(run / "checkpoints")
     kept = shutil.copytree(newest, tmp_path / "kept")
-    assert newest_sound(run) == (newest, {})
+    assert latest_valid(run) == (newest, {})
     cases = 0
     for name, damage in damages(newest):
         damage()
         problem = problem_with(newest)
         assert problem is not None, name
-        assert newest_sound(run) == (before, {newest: problem}), name
+        assert latest_valid(run) == (before, {newest: problem}), name
         shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
         shutil.copytree(kept, newest)
         cases += 1

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from arborl.cli import main
 from arborl.config import load_config, read_config
-from arborl.trackers import LONGEST, show, wandb_id
-from arborl.train import train
+from arborl.run.trackers import LONGEST, show, wandb_id
+from arborl.trainer import train
 
 TINY = ["eval.num_prompts=3", "eval.every=1", "sample.num_prompts=2", "log.record_every=4", "train.epochs=2"]
 CAPTIONS = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left"]

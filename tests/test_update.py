@@ -9,21 +9,20 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.checkpoint import Ema, State, trainable
-from arborl.checks import steps_of
-from arborl.core.advantage import advantages, back_up, tree
-from arborl.core.loss import clipped_surrogate
+from arborl.core.advantage import advantages, backup_values, tree
+from arborl.core.losses import clipped_surrogate
 from arborl.core.noise import fold
 from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
+from arborl.data.prompts import LocalPrompts, Prompts
+from arborl.engine.checks import steps_of
+from arborl.engine.method import make_plan
+from arborl.engine.rollout import Rollout, sample_trees
+from arborl.engine.state import Ema, State, trainable
+from arborl.engine.update import Edges, Stats, _edges, _loss, _partition, update
 from arborl.models import Model
-from arborl.plan import make_plan
-from arborl.prompts import Prompts, Share
-from arborl.record import Record
-from arborl.rewards.canary import place
-from arborl.rollout import rollout
-from arborl.update import Edges, Stats, _edges, _loss, _partition, update
+from arborl.worlds.mixture import place
 
 from conftest import make
 
@@ -44,10 +43,10 @@ class Bench:
         self.texts, self.epoch = texts, epoch
         self.record = self.rollout()
 
-    def rollout(self) -> Record:
+    def rollout(self) -> Rollout:
         plan = make_plan(self.config, self.model.schedule(self.config.sample.num_steps), self.epoch)
         ids = torch.arange(len(self.texts))
-        return rollout(self.model, plan, self.model.encode(self.texts), self.key, ids, self.config.sample)
+        return sample_trees(self.model, plan, self.model.encode(self.texts), self.key, ids, self.config.sample)
 
     def advantage(self, scores: torch.Tensor | None = None) -> torch.Tensor:
         if scores is None:
@@ -58,7 +57,7 @@ class Bench:
 
     def update(self, advantage: torch.Tensor) -> Stats:
         keep = prune(self.record.plan, advantage)
-        share = Share(Prompts(["x"] * len(advantage), {}), torch.arange(len(advantage)), len(advantage))
+        share = LocalPrompts(Prompts(["x"] * len(advantage), {}), torch.arange(len(advantage)), len(advantage))
         return update(
             self.model, self.state, self.accelerator, self.record, advantage, keep, self.config, self.key, share
         )
@@ -242,7 +241,7 @@ def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
         numeric = torch.stack([(mean_reward(s).mean() - mean_reward(-s).mean()) / 0.1 for s in steps])
         scores = mean_reward(torch.zeros(2))
         model.module.forward = forward
-        advantage = back_up(plan, scores - scores.mean())
+        advantage = backup_values(plan, scores - scores.mean())
         estimate = torch.zeros(2)
         for level in plan.levels:
             only = torch.zeros(prompts, plan.edges, dtype=torch.bool)
@@ -335,7 +334,7 @@ def test_padding_changes_the_size_of_calls_and_nothing_else():
     found = []
     for alike in ((), (5, 6)):
         bench = Bench([*MIXTURE, "train.batch_size=6"])
-        bench.model.alike, predict, sizes = alike, bench.model.predict, []
+        bench.model.bitwise_batch_sizes, predict, sizes = alike, bench.model.predict, []
 
         def counted(x, t, cond, predict=predict, sizes=sizes):
             sizes.append(len(x))

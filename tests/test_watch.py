@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.checkpoint import checkpoints
 from arborl.cli import main
-from arborl.watch import best, diversity, hacking, statistics, thumbnails
+from arborl.engine.score import diversity, statistics, thumbnails
+from arborl.run.checkpoint import checkpoints
+from arborl.run.reward_hacking import best, hacking
 
 images = st.builds(
     lambda seed, n, h, w: torch.rand(n, 3, h, w, generator=torch.Generator().manual_seed(seed)),
@@ -121,7 +122,7 @@ class TestRule:
 
 
 MINE = """
-from arborl.rewards.canary import place
+from arborl.worlds.mixture import place
 
 def away(images, prompts, columns):
     return 1 - place(images, prompts, columns)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from arborl.config.schema import Config
 from arborl.core.schedule import Schedule
 from arborl.models import Cond, Model
-from arborl.models.diffusion import ddim_grid
+from arborl.models.sd import ddim_schedule
 
 
 class TinyDDIM(Model):
@@ -52,8 +52,8 @@ class TinyDDIM(Model):
         )
 
     @classmethod
-    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
-        return ddim_grid(cls.scheduler(cls.prediction), steps)
+    def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
+        return ddim_schedule(cls.scheduler(cls.prediction), steps)
 
     def encode(self, prompts: Sequence[str]) -> Cond:
         seeds = [torch.Generator().manual_seed(zlib.crc32(text.encode())) for text in prompts]

@@ -5,23 +5,21 @@ for, so that `import arborl`, and with it the command line, stays quick.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .cli.plan_table import sketch as sketch
     from .config import load_config as load_config
     from .config import presets as presets
     from .config.schema import Config as Config
     from .core.errors import InputError as InputError
     from .core.tree import Plan as Plan
-    from .draw import sketch as sketch
-    from .log import read_metrics as read_metrics
+    from .engine.method import plan_at as plan_at
     from .models import Model as Model
-    from .plan import plan_at as plan_at
-    from .record import RecordedTree as RecordedTree
     from .report import write_report as write_report
-    from .train import train as train
+    from .run.folder import read_metrics as read_metrics
+    from .run.trees import TreeFile as TreeFile
+    from .trainer import train as train
 
 __version__ = "0.1.0"
 
@@ -30,13 +28,13 @@ _HOMES = {
     "InputError": ".core.errors",
     "Model": ".models",
     "Plan": ".core.tree",
-    "RecordedTree": ".record",
+    "TreeFile": ".run.trees",
     "load_config": ".config",
-    "plan_at": ".plan",
+    "plan_at": ".engine.method",
     "presets": ".config",
-    "read_metrics": ".log",
-    "sketch": ".draw",
-    "train": ".train",
+    "read_metrics": ".run.folder",
+    "sketch": ".cli.plan_table",
+    "train": ".trainer",
     "write_report": ".report",
 }
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -50,12 +48,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
-
-
-class _Package(ModuleType):
-    """This package. Importing its module `train` would put that in the function's place; so the place is taken."""
-
-    train = property(lambda self: __getattr__("train"), lambda self, module: None)
-
-
-sys.modules[__name__].__class__ = _Package

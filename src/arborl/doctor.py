@@ -17,26 +17,26 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from . import checks
-from .batches import settled
-from .checkpoint import load_weights, weights_of
-from .checks import Finding, amount
-from .collect import gather, unequal_weights
 from .config.schema import Config, EvalConfig, LogConfig, RewardConfig
 from .core.errors import InputError
 from .core.noise import fold, normal
 from .core.tree import Plan
-from .evaluate import decode_and_score
-from .fit import Trial, call, choose, forget_peak, memory_in_use, memory_there_is, rows, shown, trials
-from .plan import check_plan, make_plan, places, window_of, work
-from .prepare import Assembled, assemble, prepare, start_accelerator
-from .prompts import Deal, Prompts, Share, deal, share_of
-from .record import Record
-from .rollout import rollout, trained_batch
-from .runs import checkpoint_of
-from .shard import local
-from .train import run_epochs
-from .update import update
+from .data.prompts import LocalPrompts, Prompts, PromptSplit, local_prompts, split_prompts
+from .distributed.fsdp import local
+from .distributed.gather import gather, unequal_weights
+from .engine import checks
+from .engine.autotune import Trial, call, choose, forget_peak, memory_in_use, memory_there_is, rows, shown, trials
+from .engine.batches import settled
+from .engine.checks import Finding, amount
+from .engine.cost import work
+from .engine.method import check_plan, make_plan, places, window_of
+from .engine.rollout import Rollout, sample_trees, trained_batch
+from .engine.score import decode_and_score
+from .engine.update import update
+from .run.checkpoint import load_weights, weights_of
+from .run.resume import checkpoint_of
+from .run.setup import Assembled, assemble, prepare, start_accelerator
+from .trainer import run_epochs
 
 PROMPTS = 2
 """Prompts that each process looks at."""
@@ -55,7 +55,7 @@ def examine(config: Config, run: Path | None = None, canary_seconds: float = 120
     check_plan(config)
     accelerator = start_accelerator(config)
     try:
-        patient = Patient(config, accelerator, run)
+        patient = Subject(config, accelerator, run)
     except InputError as error:
         yield Finding("set-up", str(error), False, "nothing can be measured before that is mended")
         return
@@ -76,7 +76,7 @@ def _agreed(finding: Finding, accelerator: Accelerator) -> Finding:
     return worst._replace(measured=f"on rank {rank}: {worst.measured}") if rank else worst
 
 
-class Patient:
+class Subject:
     """A model with its rewards and prompts, and one small rollout of it."""
 
     def __init__(self, config: Config, accelerator: Accelerator, run: Path | None) -> None:
@@ -88,8 +88,8 @@ class Patient:
             load_weights(self.state.parameters, weights_of(checkpoint_of(run)))
         self.device = accelerator.device
         forget_peak(self.device)
-        how = Deal(PROMPTS * accelerator.num_processes, PROMPTS)
-        self.share: Share = share_of(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
+        how = PromptSplit(PROMPTS * accelerator.num_processes, PROMPTS)
+        self.share: LocalPrompts = local_prompts(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
         self.cond = self.model.encode(self.share.prompts.texts)
         self.key = fold(config.seed, 0)
         self.schedule = self.model.schedule(config.sample.num_steps)
@@ -120,11 +120,13 @@ class Patient:
         yield self.spread(record)
         yield from self.speed()
 
-    def rollout(self, plan: Plan) -> Record:
+    def rollout(self, plan: Plan) -> Rollout:
         twin = trained_batch(self.model, self.config)
-        return rollout(self.model, plan, self.cond, self.key, self.share.ids, self.config.sample, trained_batch=twin)
+        return sample_trees(
+            self.model, plan, self.cond, self.key, self.share.ids, self.config.sample, trained_batch=twin
+        )
 
-    def training(self, record: Record) -> Iterator[Finding]:
+    def training(self, record: Rollout) -> Iterator[Finding]:
         """Two optimizer steps with advantages drawn by chance, looked at and taken back."""
         state, accelerator, config = self.state, self.accelerator, copy.deepcopy(self.config)
         config.train.updates = 2
@@ -170,14 +172,14 @@ class Patient:
             else "the processes begin with different weights: do all load the same files?",
         )
 
-    def pictures(self, record: Record) -> tuple[tuple[Tensor, Prompts], Finding]:
+    def pictures(self, record: Rollout) -> tuple[tuple[Tensor, Prompts], Finding]:
         """A few leaves of every prompt, decoded, with their prompts."""
         leaves = record.leaves[:, : max(2, 8 // PROMPTS)]
         size = settled(self.config.sample.decode_batch_size)
         made, finding = checks.pictures(self.model, leaves.flatten(0, 1), size)
         return (made, self.share.prompts.repeat(leaves.shape[1])), finding
 
-    def spread(self, record: Record) -> Finding:
+    def spread(self, record: Rollout) -> Finding:
         """How much the leaves' scores differ, with the window at some of its places."""
         around = places(self.config)
         chosen = [around[round(i * (len(around) - 1) / max(1, PLACES - 1))] for i in range(min(PLACES, len(around)))]
@@ -217,8 +219,8 @@ class Patient:
                 (None if gain > 1.25 else True) if fits else False,
                 f"{key}={best.size} is {gain:.1f} times as fast a row" if fits else f"{key}={best.size} is what fits",
             )
-        share = deal(config.sample, accelerator.num_processes).share
-        mine = deal(config.sample).share
+        share = split_prompts(config.sample, accelerator.num_processes).share
+        mine = split_prompts(config.sample).share
         counts = [work(config, plan, epoch) for epoch, plan in places(config)]
         forwards = sum(c.forwards for c in counts) / len(counts) * share / mine
         parents = sum(c.forward_backwards for c in counts) / len(counts) * share / mine
@@ -262,13 +264,13 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
     for factor in (1.0, 10.0):
         with tempfile.TemporaryDirectory(prefix="arborl-canary-") as folder:
             short = _canary_config(config, texts, Path(folder), factor, seconds / 2)
-            short.sample.num_prompts = min(deal(config.sample, processes).share, 8)
+            short.sample.num_prompts = min(split_prompts(config.sample, processes).share, 8)
             job = prepare(short, quiet=True)
             job.keeps = False
             run_epochs(job)
-        assert job.first
-        assert job.evaluated
-        change = job.evaluated[1].values["brightness"] - job.first.values["brightness"]
+        assert job.evaluations.first
+        assert job.evaluations.newest
+        change = job.evaluations.newest[1].values["brightness"] - job.evaluations.first.values["brightness"]
         rise, error = float(change.mean()), float(change.std()) / math.sqrt(len(change))
         rate, steps = config.train.learning_rate * factor, job.state.epoch * config.train.updates
         said.append(f"{job.state.epoch} epochs at learning rate {rate:.0e}: brightness {rise:+.2g} ± {error:.1g}")

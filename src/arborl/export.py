@@ -15,17 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .checkpoint import load_weights, trainable, weights_of
 from .config.schema import Config
 from .core.errors import InputError
-from .embed import embed
-from .evaluate import generate, noise_of_seeds
+from .data.prompts import Prompts
+from .engine.generate import generate, noise_of_seeds
+from .engine.precompute import precompute_embeddings
+from .engine.state import trainable
 from .models import load_model, lora, model_class
 from .models.pipeline import PipelineModel
-from .models.quiet import quiet_libraries
 from .models.source import Source
-from .prepare import start_accelerator
-from .prompts import Prompts
+from .run.checkpoint import load_weights, weights_of
+from .run.setup import start_accelerator
+from .tools.quiet import quiet_libraries
 
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
 
@@ -152,7 +153,7 @@ def _write(
     """Load the trainer's model, draw its picture, and write its weights."""
     accelerator = start_accelerator(config)
     prompt = Prompts([family.heldout_prompts[0]], {})  # a run's own file may have stayed elsewhere
-    embed(config, prompt.texts, accelerator)
+    precompute_embeddings(config, prompt.texts, accelerator)
     model = load_model(config, accelerator.device)
     assert isinstance(model, PipelineModel)
     module, model.module = model.module, accelerator.prepare(model.module)
@@ -172,11 +173,11 @@ def _write(
     if adapted and not merge:
         _write_lora(family, layers, folder)
     else:
-        whole = _merged(model.source, family.part, layers) if adapted else module
+        whole = _merged(model.source, family.trained_component, layers) if adapted else module
         _round(whole, dtype)
-        whole.save_pretrained(folder / family.part)  # pyright: ignore[reportCallIssue]
+        whole.save_pretrained(folder / family.trained_component)  # pyright: ignore[reportCallIssue]
         layers, digests = {}, _digests(whole)
-        _copy_parts(model.source, folder, family.part)
+        _copy_parts(model.source, folder, family.trained_component)
     accelerator.free_memory()
     steps = config.eval.num_steps or config.sample.num_steps
     call = {"prompt": prompt.texts, "latents": model.as_pipeline_latents(noise[0]), "num_inference_steps": steps}
@@ -199,12 +200,12 @@ def _write(
 def _check(family: type[PipelineModel], config: Config, folder: Path, trained: Trained, to: Path) -> Check:
     """Load what was written as a user will, with nothing of ours in it but the scheduler's settings, and compare."""
     source = Source(str(folder)) if not trained.layers else family.open(config)
-    pipe = source.load({"default": trained.dtype}, lambda name: name not in family.left_out)
+    pipe = source.load({"default": trained.dtype}, lambda name: name not in family.unused_components)
     with quiet_libraries():  # they tell at length which parts a LoRA has nothing for
         if trained.layers:
             pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-        lost = trained.lost(getattr(pipe, family.part))
-        pipe.scheduler = family.integrator(config)
+        lost = trained.lost(getattr(pipe, family.trained_component))
+        pipe.scheduler = family.ode_scheduler(config)
         call = trained.call | {"latents": trained.call["latents"].to(trained.device, trained.dtype)}
         if trained.device.type == "cuda":
             pipe.enable_model_cpu_offload(device=trained.device)  # its parts in turn: T5 alone is 19 GB in float32
@@ -252,7 +253,7 @@ def _write_lora(family: type[PipelineModel], layers: dict[str, tuple[Tensor, Ten
     named = {
         f"{layer}.lora_{half}.weight": m for layer, pair in layers.items() for half, m in zip("AB", pair, strict=True)
     }
-    getattr(diffusers, family.pipeline).save_lora_weights(folder, **{f"{family.part}_lora_layers": named})
+    getattr(diffusers, family.pipeline).save_lora_weights(folder, **{f"{family.trained_component}_lora_layers": named})
     save_file(
         {k: t for layer, (a, b) in layers.items() for k, t in family.comfyui(layer, a, b).items()}, folder / COMFYUI
     )

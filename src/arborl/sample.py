@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
-from .batches import settled
 from .config.schema import Config
 from .core.errors import InputError
-from .draw import save_picture, sheet
-from .evaluate import generate, noise_of_seeds
-from .inputs import heldout_prompts
+from .data.prompts import Prompts, load_prompts
+from .engine.batches import settled
+from .engine.generate import generate, noise_of_seeds
+from .engine.score import as_bytes, stills
 from .models import model_class
-from .prompts import Prompts, load_prompts
-from .record import as_bytes, stills
-from .runs import load
+from .run.drawings import save_picture, sheet
+from .run.inputs import heldout_prompts
+from .run.resume import load
 
 
 def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | None, to: Path) -> str:

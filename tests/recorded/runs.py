@@ -57,7 +57,7 @@ PRESETS = (
 )
 MEASURED = ("time/", "tflops/", "step_time")
 """Metrics that the clock says."""
-RENAMED: dict[str, str] = {}
+RENAMED = {"steps_broken": "steps_nonfinite"}
 """Metrics that were called otherwise when the numbers were recorded."""
 
 
@@ -119,7 +119,7 @@ def numbers(case: Case, folder: Path) -> dict:
         launch(settings, case.processes, folder)
     run = folder / case.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [{RENAMED.get(k, k): v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
+    rows = [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
     sums = (run / "checkpoints" / f"epoch_{EPOCHS:06d}" / "SHA256SUMS").read_text().splitlines()
     digests = {line.split()[1]: line.split()[0] for line in sums if line.endswith(".safetensors")}
     return {"metrics": rows, "digests": digests}
@@ -156,7 +156,11 @@ def differences(recorded: dict, found: dict, exact: bool) -> list[str]:
 
 
 def recorded() -> dict:
-    return json.loads((HERE / "runs.json").read_text(encoding="utf-8"))
+    """What was recorded, metrics by the names they have now."""
+    found = json.loads((HERE / "runs.json").read_text(encoding="utf-8"))
+    for run in found["runs"].values():
+        run["metrics"] = [{RENAMED.get(name, name): value for name, value in row.items()} for row in run["metrics"]]
+    return found
 
 
 def main() -> None:

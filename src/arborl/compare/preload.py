@@ -3,7 +3,7 @@
 import gc
 import signal
 
-from ..models.quiet import quiet_libraries
+from ..tools.quiet import quiet_libraries
 from .worker import ENDINGS
 
 for number in ENDINGS:
@@ -14,6 +14,6 @@ with quiet_libraries():
 
     diffusers.StableDiffusion3Pipeline  # noqa: B018 (diffusers imports what it is asked for)
 
-from ..train import train  # noqa: E402, F401
+from ..trainer import train  # noqa: E402, F401
 
 gc.freeze()  # runs share these pages as long as nobody looks through them

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..core.errors import InputError
-from ..log import read_metrics, training_seconds
-from ..plan import BACKWARD_COST
+from ..engine.cost import BACKWARD_COST
+from ..run.folder import read_metrics, training_seconds
 from .runs import Cell, Protocol, Run
 
 

@@ -19,13 +19,14 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from omegaconf import OmegaConf
 
-from ..checkpoint import checkpoints
 from ..config import load_config, read_config
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..lock import is_taken
-from ..log import changes
-from ..plan import check_plan, costs, epochs_within
+from ..engine.cost import costs, epochs_within
+from ..engine.method import check_plan
+from ..run.checkpoint import checkpoints
+from ..run.folder import changes
+from ..tools.files import is_taken
 from . import worker
 
 OWN = ("seed", "run_name", "train.epochs", "train.max_seconds", "log.dir", "log.save_every", "log.keep")

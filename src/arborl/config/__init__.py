@@ -24,6 +24,8 @@ from ..core.errors import InputError, shortened
 from .bounds import check_bounds, check_path, check_text, kind_of, nearest
 from .schema import Config, RewardConfig
 
+RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
+"""Settings that had another name. A run's own settings are read by either; whoever gives the old one is told."""
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
@@ -78,13 +80,23 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration a run was started with, from its folder, with overrides on top."""
     with _one_line_errors("config", path, overrides):
         _check_yaml("config", path)
-        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_named_now(OmegaConf.load(path))))
         for text in overrides:
             key = _check_override(text).key_or_group
             if key in groups():
                 raise InputError(key, text.split("=", 1)[-1], "a run keeps its groups", "overrides of single keys")
             _apply(merged, text)
         return _as_object(merged)
+
+
+def _as_named_now(settings: Any) -> Any:
+    """The settings of a run, which may be older than the names they have now."""
+    for old, new in RENAMED.items():
+        if (value := OmegaConf.select(settings, old)) is not None:
+            section, name = old.rsplit(".", 1)
+            del OmegaConf.select(settings, section)[name]
+            OmegaConf.update(settings, new, value)
+    return settings
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -232,6 +244,8 @@ def _check_override(text: str) -> Override:
         raise InputError(key, value, "is more than one value", "a single one; a text with commas in quotes")
     known = [name for name, _ in knobs()]
     generic = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+    if key in RENAMED:
+        raise InputError(key, value, f"is called {RENAMED[key]} now", f"{RENAMED[key]}={value}")
     if generic not in known:
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:
@@ -270,6 +284,8 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
     key = re.sub(r"\[\d+\]$", "", str(key))  # of a list, not of its item
     if re.search(r"[Kk]ey '\w+' (is )?not in ", text):
         known = [*(name for name, _ in knobs()), *groups()]
+        if key in RENAMED:
+            return InputError(key, None, f"is called {RENAMED[key]} now")
         return InputError(key, None, f"unknown key in a yaml file{nearest(key, known)}")
     reason = shortened(re.sub(r"^In .* composing config:\n", "", text).partition("\n")[0])
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
@@ -282,6 +298,8 @@ def _as_object(composed: DictConfig) -> Config:
     config.compile = {"True": "on", "False": "off"}.get(
         config.compile, config.compile
     )  # what yaml takes on and off for
+    modes = {"0": "off", "False": "off", "1": "best", "2": "best_and_worst"}  # yaml takes a bare off for False
+    config.prune.width_mode = modes.get(config.prune.width_mode, config.prune.width_mode)
     check_bounds(config)
     # The name becomes a folder: one plain component, so that it cannot leave the runs folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", config.run_name):

@@ -203,13 +203,13 @@ class PruneConfig:
     depth_slide: bool = knob(False, "Move these depths towards the root as training goes on.")
     slide_interval: int = knob(30, "Epochs between two such moves, of one step.", low=1)
     stop_depth: int | None = knob(None, "Where the first of them stops; null is the last split.", low=1)
-    width_mode: int = knob(
-        0,
-        "Of the chains after the last split train: 0 all, 1 the best among siblings, 2 the best and worst of the tree.",
-        low=0,
-        high=2,
+    width_mode: str = knob(
+        "off",
+        "Of the chains after the last split train all (off), the best among siblings, or the best and worst of the "
+        "tree; 0, 1 and 2 mean the same.",
+        choices=("off", "best", "best_and_worst"),
     )
-    width_ratio: float = knob(0.5, "Share of the chains that modes 1 and 2 keep.", above=0, high=1)
+    width_ratio: float = knob(0.5, "Share of the chains that the other modes keep.", above=0, high=1)
     step_fraction: float = knob(
         1.0, "Share of the stochastic steps that is trained, drawn for each prompt and epoch.", above=0, high=1
     )
@@ -261,7 +261,7 @@ class TrainConfig:
         "a copy; auto does what the accelerate config says.",
         choices=("auto", "no", "full", "node"),
     )
-    max_broken: int = knob(
+    max_nonfinite_steps: int = knob(
         10,
         "Stop after as many optimizer steps in a row whose gradient is not finite; until then they are left out.",
         low=1,

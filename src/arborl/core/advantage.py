@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .plain import unique
+from .tensors import unique
 from .tree import Plan
 
 STD_FLOOR = 1e-6
@@ -57,7 +57,7 @@ def combine(
     return torch.stack([weights[name] * values for name, values in terms.items()]).sum(0)
 
 
-def back_up(
+def backup_values(
     plan: Plan,
     leaf_values: Float[Tensor, "prompts leaves"],
     logits: Float[Tensor, "prompts edges"] | None = None,
@@ -95,7 +95,7 @@ def tree(
 ) -> Float[Tensor, "prompts edges"]:
     """TreeGRPO: z-score over all leaves of the prompt, carried up by softmax(log π_old / temperature) or evenly."""
     z = zscore(scores, spread=spread)
-    return back_up(plan, z, log_density / temperature if backup == "softmax" else None)
+    return backup_values(plan, z, log_density / temperature if backup == "softmax" else None)
 
 
 def flat(
@@ -107,7 +107,7 @@ def flat(
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
     """GRPO: the leaf's z-score on every edge of its path (where paths are shared, the mean of theirs)."""
-    return back_up(plan, zscore(scores, spread=spread))
+    return backup_values(plan, zscore(scores, spread=spread))
 
 
 def depth(
@@ -126,7 +126,7 @@ def depth(
     them (`path_prob`). It is compared with the nodes of its depth in its tree, or in all trees of the prompt, or with
     its siblings alone. The standard deviation divides by n - 1; where a group has one node the advantage is 0.
     """
-    fused = back_up(plan, scores, log_density) if fusion == "path_prob" else mean_below(plan, scores)
+    fused = backup_values(plan, scores, log_density) if fusion == "path_prob" else mean_below(plan, scores)
     level = plan.depth[plan.child]
     # A deterministic edge is no decision, so it is nobody's sibling.
     parts = {

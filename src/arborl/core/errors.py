@@ -1,3 +1,8 @@
+"""Errors a user can mend: one line with what was given, why it cannot work and what is allowed."""
+
+from collections.abc import Mapping
+
+
 def shortened(text: str, most: int = 300) -> str:
     """What is shown of a text that may be of any length."""
     return text if len(text) <= most else text[: most - 1] + "…"
@@ -17,3 +22,24 @@ class InputError(ValueError):
         error = cls("", None, "")
         error.args = ("; and ".join(dict.fromkeys(problems)),)
         return error
+
+
+class ArgumentError(InputError):
+    """An argument of a function that cannot work. In its texts other arguments stand in {braces}, so that whoever has
+    other names for them can put in their own.
+    """
+
+    def __init__(self, argument: str, value: object, problem: str, allowed: str | None = None) -> None:
+        self.argument, self.value, self.problem, self.allowed = argument, value, problem, allowed
+        super().__init__(argument, value, _renamed(problem, {}), allowed and _renamed(allowed, {}))
+
+    def renamed(self, names: Mapping[str, str]) -> InputError:
+        """The same by the names that a user knows."""
+        allowed = self.allowed and _renamed(self.allowed, names)
+        return InputError(names.get(self.argument, self.argument), self.value, _renamed(self.problem, names), allowed)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    for name, other in names.items():
+        text = text.replace(f"{{{name}}}", other)
+    return text.replace("{", "").replace("}", "")

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .errors import InputError
-from .plain import like
+from .errors import ArgumentError
 from .schedule import Schedule
+from .tensors import like
 
 
 class Coefficients(NamedTuple):
@@ -90,18 +90,16 @@ def coefficients(schedule: Schedule, kernel: str, step: Tensor, eta: Tensor, kap
     sigma, sigma_next = schedule.sigma[step], schedule.sigma_next[step]
     a, b, std = KERNELS[kernel](sigma, sigma_next, eta, kappa)
     if schedule.prediction == "v_prediction":  # ε = α·v + σ·x
-        a, b = a + b * sigma, b * schedule.signal(sigma)
+        a, b = a + b * sigma, b * schedule.alpha(sigma)
     return Coefficients(a, b, std)
 
 
-def clean_coefficients(
-    schedule: Schedule, sigma: Float[Tensor, " n"]
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+def x0_coefficients(schedule: Schedule, sigma: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """(a, b) such that x̂0 = a·x + b·v at noise level σ."""
     if schedule.prediction == "epsilon":
-        signal = schedule.signal(sigma)
+        signal = schedule.alpha(sigma)
         return 1 / signal, -sigma / signal
-    return schedule.signal(sigma) if schedule.prediction == "v_prediction" else torch.ones_like(sigma), -sigma
+    return schedule.alpha(sigma) if schedule.prediction == "v_prediction" else torch.ones_like(sigma), -sigma
 
 
 def transition_std(schedule: Schedule, kernel: str, eta: float, kappa: float = 1.0) -> Float[Tensor, " steps"]:
@@ -120,11 +118,11 @@ def sde_able(
     """
     if (kernel == "ddim") == schedule.is_flow:
         kind, fits = ("flow", "flow_sde, dance_sde or cps") if schedule.is_flow else ("diffusion", "ddim")
-        raise InputError("kernel.name", kernel, f"the model is a {kind} model", f"auto, {fits}")
+        raise ArgumentError("kernel", kernel, f"the model is a {kind} model", f"auto, {fits}")
     if kernel == "cps" and eta > 1:
-        raise InputError("kernel.eta", eta, "with cps it is an angle in quarter turns", "above 0, at most 1")
+        raise ArgumentError("eta", eta, "with cps it is an angle in quarter turns", "above 0, at most 1")
     if kernel == "ddim" and eta > 1:
-        raise InputError("kernel.eta", eta, "with ddim more noise than 1 has no direction left", "above 0, at most 1")
+        raise ArgumentError("eta", eta, "with ddim more noise than 1 has no direction left", "above 0, at most 1")
     std = transition_std(schedule, kernel, eta, kappa)
     return (std > 0) & (schedule.sigma_next > 0) & ((std <= schedule.sigma_next) | excess)
 

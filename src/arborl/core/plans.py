@@ -1,16 +1,16 @@
 """The shapes a rollout can have. A plan is a function (schedule, kernel, epoch, the knobs it wants by name).
 
-Every plan is checked as it is made: a bad one is an `InputError` that names the key and what is allowed.
+Every plan is checked as it is made: a bad one is an `ArgumentError` that names the argument and what is allowed.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from .errors import InputError
+from .errors import ArgumentError
 from .kernels import sde_able, transition_std
-from .plain import bools
 from .schedule import Schedule, window_start
+from .tensors import bools
 from .tree import EULER, Plan, Tail, check_leaves, grow
 
 
@@ -20,7 +20,7 @@ def leading_steps(schedule: Schedule, kernel: str, eta: float) -> int:
     return able.index(False) if False in able else len(able)
 
 
-def window_positions(schedule: Schedule, kernel: str, eta: float, w: int, key: str = "tree.w") -> int:
+def window_positions(schedule: Schedule, kernel: str, eta: float, w: int, argument: str = "w") -> int:
     """How many places a window of w steps has; an error when it has none."""
     length = leading_steps(schedule, kernel, eta)
     if length == 0:
@@ -28,19 +28,19 @@ def window_positions(schedule: Schedule, kernel: str, eta: float, w: int, key: s
     if not 1 <= w <= length:
         problem = (
             f"the window must lie in the first {length} of {len(schedule)} steps, whose noise stays below the level "
-            "they reach (a smaller kernel.eta or a larger sample.num_steps may give more)"
+            "they reach (a smaller {eta} or a larger {steps} may give more)"
         )
-        raise InputError(key, w, problem, f"1..{length}")
+        raise ArgumentError(argument, w, problem, f"1..{length}")
     return length - w + 1
 
 
-def _no_stochastic_step(schedule: Schedule, kernel: str, eta: float) -> InputError:
+def _no_stochastic_step(schedule: Schedule, kernel: str, eta: float) -> ArgumentError:
     if len(schedule) < 2:
-        return InputError("sample.num_steps", len(schedule), "the step into σ = 0 is never stochastic", "2 or more")
+        return ArgumentError("steps", len(schedule), "the step into σ = 0 is never stochastic", "2 or more")
     # The noise of the reverse SDEs is proportional to η, so the largest that fits the first step can be told.
     most = eta * float(schedule.sigma_next[0] / transition_std(schedule, kernel, eta)[0])
     problem = f"{kernel} adds more noise at the first step than the level it reaches"
-    return InputError("kernel.eta", eta, problem, f"above 0, at most {most:.3g}")
+    return ArgumentError("eta", eta, problem, f"above 0, at most {most:.3g}")
 
 
 def tree(
@@ -93,7 +93,7 @@ def branch(
     points = _split_points(schedule, kernel, eta, split_noise_scale, split_points, split_rounds)
     noisy = bools(sde_able(schedule, kernel, eta))
     if mix_ode_sde:
-        positions = window_positions(schedule, kernel, eta, mix_sde_window, "tree.mix_sde_window")
+        positions = window_positions(schedule, kernel, eta, mix_sde_window, "mix_sde_window")
         start = window_start(epoch, s, tou, positions)
         noisy = [start <= step < start + mix_sde_window for step in range(len(schedule))]
     split = [step in points for step in range(len(schedule))]
@@ -116,18 +116,18 @@ def _split_points(
     able = bools(sde_able(schedule, kernel, eta, kappa=kappa))
     allowed = [step for step in range(len(schedule)) if able[step]]
     if not allowed and sde_able(schedule, kernel, eta).any():
-        raise InputError("tree.split_noise_scale", kappa, "no step can bear that much noise", "less")
+        raise ArgumentError("split_noise_scale", kappa, "no step can bear that much noise", "less")
     if not allowed:
         raise _no_stochastic_step(schedule, kernel, eta)
     if points:
         wrong = [step for step in points if step not in allowed]
         if wrong or len(set(points)) < len(points):
             problem = f"step {wrong[0]} cannot bear its noise" if wrong else "names a step twice"
-            raise InputError("tree.split_points", list(points), problem, f"of {allowed}")
+            raise ArgumentError("split_points", list(points), problem, f"of {allowed}")
         return points
     if not 1 <= rounds <= len(allowed):
         problem = f"only {len(allowed)} steps can bear the noise of a split"
-        raise InputError("tree.split_rounds", rounds, problem, f"1..{len(allowed)}, or tree.split_points")
+        raise ArgumentError("split_rounds", rounds, problem, f"1..{len(allowed)}, or {{split_points}}")
     return [allowed[i * len(allowed) // rounds] for i in range(rounds)]
 
 

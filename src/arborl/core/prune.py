@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .noise import Key, normal
-from .plain import unique
+from .tensors import unique
 from .tree import Plan
 
 STEP_DRAW = 2**32 - 1
@@ -19,7 +19,7 @@ class Pruning(NamedTuple):
     """What is dropped at an epoch (BranchGRPO, arXiv 2509.06040; `step_fraction` is DanceGRPO's)."""
 
     depths: tuple[int, ...] = ()  # edges whose child stands at one of these
-    width_mode: int = 0  # of the chains after the last split: 1 keeps the best siblings, 2 the tree's best and worst
+    width_mode: str = "off"  # of the chains after the last split: "best" siblings, or the tree's "best_and_worst"
     width_ratio: float = 0.5  # share of the chains that is kept
     step_fraction: float = 1.0  # share of the stochastic steps that is kept, drawn for each prompt
 
@@ -27,7 +27,7 @@ class Pruning(NamedTuple):
 NOTHING = Pruning()
 
 
-def slid(depths: Sequence[int], epoch: int, interval: int, stop: int) -> tuple[int, ...]:
+def slide_depths(depths: Sequence[int], epoch: int, interval: int, stop: int) -> tuple[int, ...]:
     """Depths moved towards the root by one every `interval` epochs, until the first of them has reached `stop`."""
     shift = min(epoch // interval, max(0, min(depths) - stop)) if depths else 0
     return tuple(depth - shift for depth in depths)
@@ -44,7 +44,7 @@ def prune(
     keep = plan.stochastic.to(advantage.device) & ~advantage.isnan()
     if how.depths:
         keep &= ~_at(plan, how.depths).to(keep.device)
-    if how.width_mode:
+    if how.width_mode != "off":
         keep &= _width(plan, advantage.cpu(), how.width_mode, how.width_ratio).to(keep.device)
     if how.step_fraction < 1:
         ids = torch.arange(len(advantage)) if prompt_ids is None else prompt_ids
@@ -57,17 +57,17 @@ def _at(plan: Plan, depths: Sequence[int]) -> Bool[Tensor, " edges"]:
 
 
 def _width(
-    plan: Plan, advantage: Float[Tensor, "prompts edges"], mode: int, ratio: float
+    plan: Plan, advantage: Float[Tensor, "prompts edges"], mode: str, ratio: float
 ) -> Bool[Tensor, "prompts edges"]:
     """Whole chains, from the last split above a leaf down to it, go or stay by the advantage of their first edge."""
-    inside = plan.chain >= 0
+    inside = plan.only_leaf >= 0
     first = inside & (torch.isin(plan.parent, plan.splits) | (plan.parent < plan.roots))
-    order = plan.chain[first].argsort()
+    order = plan.only_leaf[first].argsort()
     own, parent = advantage[:, first][:, order], plan.parent[first][order]
     # Chains compete with those born at the same split, or within their tree; trees that never split, within the prompt.
     rivals = torch.zeros_like(parent)
     if len(plan.splits):
-        rivals = parent if mode == 1 else plan.tree[parent]
+        rivals = parent if mode == "best" else plan.tree[parent]
     same = rivals[:, None] == rivals
     size = same.sum(1)
     kept = (ratio * size).floor().clamp_min(1)
@@ -76,14 +76,14 @@ def _width(
     earlier = place[:, None] > place
     ahead = (own[:, None, :] > own[:, :, None]) | ((own[:, None, :] == own[:, :, None]) & earlier)
     best = (same & ahead).sum(2)
-    if mode == 1:
+    if mode == "best":
         stays = best < kept
     else:
         worst = (same & ~own.isnan()[:, None, :]).sum(2) - 1 - best
         low = (kept / 2).floor().clamp_min(1)
         stays = (best < (kept - low).clamp_min(1)) | (worst < low)
     stays &= ~own.isnan()
-    return ~inside | stays[:, plan.chain.clamp_min(0)]
+    return ~inside | stays[:, plan.only_leaf.clamp_min(0)]
 
 
 def _some_steps(

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .errors import InputError
-from .plain import floats
+from .errors import ArgumentError
+from .tensors import floats
 
 PREDICTIONS = ("flow", "epsilon", "v_prediction")
 """What a model answers: the velocity noise - x0 of a flow, or a diffusion model's noise or v (diffusers' names)."""
@@ -35,7 +35,7 @@ class Schedule:
     def is_flow(self) -> bool:
         return self.prediction == "flow"
 
-    def signal(self, sigma: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    def alpha(self, sigma: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """α: what is left of the clean sample at noise level σ."""
         return 1 - sigma if self.is_flow else torch.sqrt(1 - sigma**2)
 
@@ -86,9 +86,9 @@ class Schedule:
 def shifted(steps: int, shift: float) -> Schedule:
     """shift·t / (1 + (shift-1)·t) on T+1 even times from 1 to 0 (the resolution shift of SD3, arXiv 2403.03206)."""
     if steps < 1:
-        raise InputError("sample.num_steps", steps, "a trajectory needs at least one step", "1 or more")
+        raise ArgumentError("steps", steps, "a trajectory needs at least one step", "1 or more")
     if shift <= 0:
-        raise InputError("sample.shift", shift, "the shift divides the time axis", "above 0")
+        raise ArgumentError("shift", shift, "the shift divides the time axis", "above 0")
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return Schedule.from_sigmas(floats(shift * t / (1 + (shift - 1) * t)))
 

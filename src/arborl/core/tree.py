@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .errors import InputError
-from .kernels import TAKES_KAPPA, Coefficients, clean_coefficients, coefficients
-from .plain import ints, unique
+from .errors import ArgumentError
+from .kernels import TAKES_KAPPA, Coefficients, coefficients, x0_coefficients
 from .schedule import Schedule
+from .tensors import ints, unique
 
 
 class Level(NamedTuple):
@@ -75,7 +75,7 @@ class Plan:
         return torch.tensor(tree)
 
     @cached_property
-    def number(self) -> Int[Tensor, " nodes"]:
+    def index_in_tree(self) -> Int[Tensor, " nodes"]:
         """Each node's number within its own tree, breadth first: its address for the noise."""
         same = self.tree[:, None] == torch.arange(self.roots)
         return (same.cumsum(0) - 1).gather(1, self.tree[:, None]).squeeze(1)
@@ -88,7 +88,7 @@ class Plan:
         return childless.nonzero().squeeze(1)
 
     @cached_property
-    def shown(self) -> Int[Tensor, " shown"]:
+    def preview_nodes(self) -> Int[Tensor, " shown"]:
         """Roots, splits and leaves: the nodes worth a picture. The others only pass on what came before."""
         children = torch.bincount(self.parent, minlength=self.nodes)
         return ((children != 1) | (torch.arange(self.nodes) < self.roots)).nonzero().squeeze(1)
@@ -121,7 +121,7 @@ class Plan:
         return (torch.bincount(self.parent, minlength=self.nodes) > 1).nonzero().squeeze(1)
 
     @cached_property
-    def chain(self) -> Int[Tensor, " edges"]:
+    def only_leaf(self) -> Int[Tensor, " edges"]:
         """The leaf (its place in `leaves`) an edge leads to without a further split; -1 where one is still to come."""
         chain = torch.full((self.nodes,), -1)
         chain[self.leaves] = torch.arange(len(self.leaves))
@@ -143,26 +143,26 @@ class Plan:
         return std / std[self.stochastic].mean()
 
     @cached_property
-    def clean(self) -> tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]:
+    def x0_coefficients(self) -> tuple[Float[Tensor, " nodes"], Float[Tensor, " nodes"]]:
         """(a, b) at each node such that x̂0 = a·x + b·v."""
-        return clean_coefficients(self.schedule, self.sigma)
+        return x0_coefficients(self.schedule, self.sigma)
 
     @cached_property
-    def momentum(self) -> Float[Tensor, " edges"]:
+    def multistep_coefficient(self) -> Float[Tensor, " edges"]:
         """What a second-order edge adds to Euler's step, in units of x̂0 here minus x̂0 at the parent's parent.
 
         DPM-Solver++(2M) (arXiv 2211.01095) is Euler's step in λ = log(α/σ) with x̂0 extrapolated from the step before:
         c = (α' - α·σ'/σ) · h / (2·h_before), h the step in λ.
         """
-        momentum = torch.zeros(self.edges, dtype=torch.float64)
+        coefficient = torch.zeros(self.edges, dtype=torch.float64)
         edges = self.multistep.nonzero().squeeze(1)
         row, before = self.step[edges], self.step[self.parent[edges] - self.roots]
         levels = self.schedule.sigma[before], self.schedule.sigma[row], self.schedule.sigma_next[row]
-        signals = [self.schedule.signal(level) for level in levels]
+        signals = [self.schedule.alpha(level) for level in levels]
         earlier, here, there = (torch.log(a / s) for a, s in zip(signals, levels, strict=True))
         gain = signals[2] - signals[1] * levels[2] / levels[1]
-        momentum[edges] = gain * (there - here) / (2 * (here - earlier))
-        return momentum
+        coefficient[edges] = gain * (there - here) / (2 * (here - earlier))
+        return coefficient
 
     @cached_property
     def sigma(self) -> Float[Tensor, " nodes"]:
@@ -218,8 +218,8 @@ def grow(
     """
     scale = list(kappa) if kappa is not None else [1.0] * len(arity)
     if kernel not in TAKES_KAPPA and any(k != 1 for k in scale):
-        raise InputError(
-            "tree.split_noise_scale",
+        raise ArgumentError(
+            "split_noise_scale",
             next(k for k in scale if k != 1),
             f"kernel {kernel} cannot scale its noise",
             f"1, or one of the kernels {', '.join(sorted(TAKES_KAPPA))}",
@@ -248,7 +248,7 @@ def grow(
 
 def check_leaves(leaves: int, most: int) -> None:
     if leaves > most:
-        raise InputError("tree.max_leaves", most, f"the plan has {leaves} leaves a prompt", f"{leaves} or more")
+        raise ArgumentError("max_leaves", most, f"the plan has {leaves} leaves a prompt", f"{leaves} or more")
 
 
 def deterministic(schedule: Schedule) -> Plan:

@@ -4,16 +4,16 @@ import torch
 
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..imports import find
+from ..tools.imports import find
+from .activation_checkpointing import checkpoint_activations
 from .base import Cond, Model
-from .recompute import recompute
 from .source import Source
 
 __all__ = ["Cond", "Model", "family_of", "load_model", "model_class"]
 
 FAMILIES = {
-    "mixture": "arborl.models.mixture:MixtureModel",
-    "scenes": "arborl.scenes.model:ScenesModel",
+    "mixture": "arborl.worlds.mixture:MixtureModel",
+    "scenes": "arborl.worlds.scenes.model:ScenesModel",
     "sd3": "arborl.models.sd3:SD3Model",
     "flux": "arborl.models.flux:FluxModel",
     "wan": "arborl.models.wan:WanModel",
@@ -57,7 +57,7 @@ def load_model(config: Config, device: torch.device) -> Model:
         torch.manual_seed(config.seed)
         model = model_class(config)(config, device)
         model.make_trainable(config.model.train, lora.rank, lora.alpha, lora.targets)
-    recompute(model.module, config.train.gradient_checkpointing)
+    checkpoint_activations(model.module, config.train.gradient_checkpointing)
     if config.train.kl > 0:
         model.keep_reference()
     return model

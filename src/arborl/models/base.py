@@ -17,10 +17,10 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import Key, normal
 from ..core.schedule import Schedule, shifted
+from ..data.embedding_cache import Embeddings
 from . import lora
-from .compiled import compile_blocks
-from .embeddings import Embeddings
-from .recompute import recompute
+from .activation_checkpointing import checkpoint_activations
+from .compile import compile_blocks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Model(ABC):
     """Whether it predicts noise (or v) on a variance-preserving schedule, and not a flow's velocity."""
     video: ClassVar[bool] = False
     """Whether `decode` gives videos."""
-    compiles_by_itself: ClassVar[bool] = False
+    auto_compile: ClassVar[bool] = False
     """Whether `compile=auto` may compile it: its compiled code has been run and measured on a GPU."""
     default_path: ClassVar[str] = ""
     """Where the weights lie if `model.path` does not say."""
@@ -62,7 +62,7 @@ class Model(ABC):
         self.config, self.device = config, device
         self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
         self.compiled = False
-        self.alike: tuple[int, ...] = ()
+        self.bitwise_batch_sizes: tuple[int, ...] = ()
         """Sizes of calls that the update's code rounds alike, in order (`fit.align` finds them); none if not known."""
 
     @abstractmethod
@@ -84,22 +84,22 @@ class Model(ABC):
         return normal(key, address, self.latent_shape)
 
     @classmethod
-    def grid(cls, config: Config, steps: int) -> Schedule:
+    def schedule_for(cls, config: Config, steps: int) -> Schedule:
         """The table of denoising steps, from the configuration alone, so that a plan can be costed without weights.
 
         A shift is a flow's; a diffusion model has its own scheduler's steps.
         """
         if config.sample.sigmas == "shift" and not cls.diffusion:
-            return shifted(steps, cls.own_shift(config) if config.sample.shift is None else config.sample.shift)
-        return cls.pipeline_grid(config, steps)
+            return shifted(steps, cls.default_shift(config) if config.sample.shift is None else config.sample.shift)
+        return cls.pipeline_schedule(config, steps)
 
     @classmethod
-    def own_shift(cls, config: Config) -> float:
+    def default_shift(cls, config: Config) -> float:
         """The shift this model is meant to be sampled with."""
         return 3.0
 
     @classmethod
-    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+    def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
         """The table by the pipeline's own scheduler, for families that bring one."""
         raise InputError("sample.sigmas", config.sample.sigmas, "this model brings no scheduler", "shift")
 
@@ -119,7 +119,7 @@ class Model(ABC):
         return None
 
     def schedule(self, steps: int) -> Schedule:
-        return self.grid(self.config, steps)
+        return self.schedule_for(self.config, steps)
 
     def make_trainable(self, how: str, rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Freeze the module but for what is trained, which is kept in float32: bfloat16 cannot hold a step of 1e-5."""
@@ -132,22 +132,22 @@ class Model(ABC):
         self.module.eval()
 
     @property
-    def least_rows(self) -> int:
+    def min_batch_size(self) -> int:
         """Rows that a call has at least, but where micro-batches are of one: compiled code has a graph of its own for a
         single row, which rounds differently and takes as long to make.
         """
         return 2 if self.compiled else 1
 
     @property
-    def trained_sizes(self) -> tuple[int, ...]:
+    def update_batch_sizes(self) -> tuple[int, ...]:
         """Sizes that calls of trained nodes are padded to, so that rollout and update round alike."""
-        return self.alike or (self.least_rows,)
+        return self.bitwise_batch_sizes or (self.min_batch_size,)
 
     def compile(self) -> list[str]:
         """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
         for module in filter(None, [self.module, self.frozen]):
             compile_blocks(module)
-        recompute(self.module, self.config.train.gradient_checkpointing, compiled=True)
+        checkpoint_activations(self.module, self.config.train.gradient_checkpointing, compiled=True)
         self.compiled = True
         return []
 
@@ -158,7 +158,7 @@ class Model(ABC):
         return []
 
     @contextmanager
-    def as_trained(self) -> Iterator[None]:
+    def update_numerics(self) -> Iterator[None]:
         """Inside, `predict` runs the code that the update runs. Compiled, that is other code than without gradients,
         and it rounds differently.
         """
@@ -168,7 +168,7 @@ class Model(ABC):
             yield
 
     @contextmanager
-    def quickly(self) -> Iterator[None]:
+    def fast_sampling(self) -> Iterator[None]:
         """Inside, `predict` is the policy as fast as it can be, to the rounding of its weights, and without gradients.
 
         Compiled, adapters are merged into the weights for that: beside them they cost an eighth of a forward.

@@ -20,13 +20,13 @@ class FluxModel(PipelineModel):
 
     pipeline = "FluxPipeline"
     t5 = "text_encoder_2"
-    compiles_by_itself = True
+    auto_compile = True
     cfg = False  # guidance is distilled into the weights, which are told its scale
     # As in diffusers' own LoRA training, and Flow-GRPO's.
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
     @classmethod
-    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+    def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         shape, scale = source.config("transformer"), config.sample.guidance_scale
         if scale != 1 and not shape.get("guidance_embeds"):
             problem = "this model has no guidance (it was distilled without one)"
@@ -34,14 +34,14 @@ class FluxModel(PipelineModel):
         return (shape["in_channels"] // PATCH**2, *latent_size(config, vae_factor(source), PATCH))
 
     @classmethod
-    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         text, pooled, _ = pipe.encode_prompt(texts, device=device, max_sequence_length=config.model.max_sequence_length)
         return {"text": text, "pooled": pooled}
 
     @classmethod
-    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
+    def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
         # The pipeline hands its scheduler an even grid from 1 to 1/steps, so shifted it is exactly ours.
-        return shifted(steps, cls.own_shift(config))
+        return shifted(steps, cls.default_shift(config))
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)

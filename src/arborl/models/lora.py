@@ -86,7 +86,7 @@ def merged(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def stirred(module: nn.Module) -> Iterator[None]:
+def perturbed(module: nn.Module) -> Iterator[None]:
     """Inside, every adapter does something, also a fresh one: nothing of use, but how it is rounded shows."""
     kept = [(p.data, p.detach().clone()) for name, p in module.named_parameters() if ".lora_B." in name]
     try:

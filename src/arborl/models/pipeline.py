@@ -15,13 +15,13 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import fold
 from ..core.schedule import Schedule
-from ..prompts import HELDOUT_PICTURES, PICTURES
+from ..data.embedding_cache import Embeddings, Encode, cache_folder, fingerprint
+from ..data.prompts import HELDOUT_PICTURES, PICTURES
+from ..tools.quiet import quiet_libraries
 from . import lora
 from .base import Cond, Model
-from .compiled import compile_calls, uncompiled
-from .embeddings import Embeddings, Encode, cache_folder, fingerprint
+from .compile import compile_calls, uncompiled
 from .guidance import guided
-from .quiet import quiet_libraries
 from .source import Source
 
 SAME_PICTURE, SAME_PIXEL = 4e-3, 0.1
@@ -47,7 +47,7 @@ class PipelineModel(Model):
     default_prompts, heldout_prompts = PICTURES, HELDOUT_PICTURES
     pipeline: ClassVar[str]
     """The name of its class in diffusers."""
-    part: ClassVar[str] = "transformer"
+    trained_component: ClassVar[str] = "transformer"
     """The part that is trained."""
     inputs: ClassVar[Sequence[str]] = ("text", "pooled")
     """What `embed` gives, in the order in which `velocity` takes it."""
@@ -55,21 +55,21 @@ class PipelineModel(Model):
     """Whether guidance means a second, unconditional half of each call."""
     t5: ClassVar[str] = ""
     """The part that is a T5, for pipelines that are told how many tokens to give one."""
-    left_out: ClassVar[Sequence[str]] = ()
+    unused_components: ClassVar[Sequence[str]] = ()
     """Parts that are not needed even to make a picture."""
-    half_decoder: ClassVar[bool] = False
+    vae_fp16_safe: ClassVar[bool] = False
     """Whether its VAE is known to decode in float16 without overflow (SDXL's and FLUX's do not)."""
     schedulers: ClassVar[Sequence[str]] = ("FlowMatchEulerDiscreteScheduler",)
     """Those whose settings say which noise levels the model knows."""
 
     @classmethod
     @abstractmethod
-    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+    def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         """The shape of a latent; an `InputError` for pictures that the model cannot make."""
 
     @classmethod
     @abstractmethod
-    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         """Texts by the pipeline's own text encoders."""
 
     @abstractmethod
@@ -80,19 +80,19 @@ class PipelineModel(Model):
         super().__init__(config, device)
         self.source = self.open(config)
         self._check_settings(self.source, config)
-        self.latent_shape = self.sizes(self.source, config)
-        self.kept = self.embeddings(config, device)
+        self.latent_shape = self.latent_shape_for(self.source, config)
+        self.embedding_cache = self.embeddings(config, device)
         self.decoder_compiled = False
         self.decoding = torch.float32 if config.model.vae_dtype == "auto" else getattr(torch, config.model.vae_dtype)
-        precision = dtypes(self.part, config, device)
-        self.dtype = precision[self.part]
+        precision = dtypes(self.trained_component, config, device)
+        self.dtype = precision[self.trained_component]
         self.pipe = self.source.load(
-            precision, lambda name: name not in self.left_out and not (self.kept and is_text(name))
+            precision, lambda name: name not in self.unused_components and not (self.embedding_cache and is_text(name))
         ).to(device)
         for part in self.pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
-        self.module = getattr(self.pipe, self.part)
+        self.module = getattr(self.pipe, self.trained_component)
 
     @classmethod
     def open(cls, config: Config, may_fetch: bool = True) -> Source:
@@ -107,9 +107,9 @@ class PipelineModel(Model):
         super().check(config, may_fetch)
         source = cls.open(config, may_fetch)
         cls._check_settings(source, config)
-        cls.sizes(source, config)
+        cls.latent_shape_for(source, config)
         if config.model.train == "lora":
-            lora.check_targets(cls.skeleton(source), config.model.lora.targets or cls.lora_targets)
+            lora.check_targets(cls.meta_module(source), config.model.lora.targets or cls.lora_targets)
 
     @classmethod
     def _check_settings(cls, source: Source, config: Config) -> None:
@@ -129,12 +129,14 @@ class PipelineModel(Model):
             raise InputError("sample.negative_prompt", config.sample.negative_prompt, problem, "an empty one")
 
     @classmethod
-    def skeleton(cls, source: Source) -> torch.nn.Module:
+    def meta_module(cls, source: Source) -> torch.nn.Module:
         """The trained part without its weights."""
         import diffusers
 
         with torch.device("meta"):
-            return getattr(diffusers, source.index[cls.part][1]).from_config(source.config(cls.part))
+            return getattr(diffusers, source.index[cls.trained_component][1]).from_config(
+                source.config(cls.trained_component)
+            )
 
     @classmethod
     def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
@@ -142,7 +144,7 @@ class PipelineModel(Model):
             return None
         source = cls.open(config)
         files = [file for part in source.parts if is_text(part) for file in (source.folder / part).glob("*")]
-        precision = dtypes(cls.part, config, device)["default"]
+        precision = dtypes(cls.trained_component, config, device)["default"]
         settings = {
             "pipeline": cls.pipeline,
             "encoders": fingerprint([file for file in files if file.is_file()], source.folder),
@@ -150,24 +152,24 @@ class PipelineModel(Model):
             "dtype": str(precision).removeprefix("torch."),
         }
         encoder = partial(_text_encoders, cls, config, device)
-        return Embeddings(cache_folder(config.prompts.cache), settings, encoder, cls.led_away_from(config))
+        return Embeddings(cache_folder(config.prompts.cache), settings, encoder, cls.negative_texts(config))
 
     @classmethod
     def guides(cls, config: Config) -> bool:
         return cls.cfg and config.sample.guidance_scale > 1
 
     @classmethod
-    def led_away_from(cls, config: Config) -> list[str]:
+    def negative_texts(cls, config: Config) -> list[str]:
         """The text that every prompt needs beside it, if there is guidance."""
         return [config.sample.negative_prompt] if cls.guides(config) else []
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        texts = [*prompts, *self.led_away_from(self.config)]
-        if self.kept:
-            found = self.kept.get(texts, self.config.prompts.batch_size)
+        texts = [*prompts, *self.negative_texts(self.config)]
+        if self.embedding_cache:
+            found = self.embedding_cache.get(texts, self.config.prompts.batch_size)
         else:
-            found = self.embed(self.pipe, texts, self.config, self.device)
+            found = self.encode_texts(self.pipe, texts, self.config, self.device)
         found = {name: tensor.to(self.device) for name, tensor in found.items()}
         count = len(prompts)
         tensors = {name: tensor[:count] for name, tensor in found.items()}
@@ -214,7 +216,7 @@ class PipelineModel(Model):
             decoder.to(memory_format=torch.channels_last)
         compile_calls(decoder)
         self.decoder_compiled = True
-        if on_gpu and self.half_decoder and self.config.model.vae_dtype == "auto":
+        if on_gpu and self.vae_fp16_safe and self.config.model.vae_dtype == "auto":
             self.decoding = torch.float16
         noise = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
         return [*told, *self.check_decoder(noise)]
@@ -233,21 +235,21 @@ class PipelineModel(Model):
         return [f"pictures are decoded in float32 from now on: in float16 their pixels differ by {size}"]
 
     @classmethod
-    def integrator(cls, config: Config) -> Any:
+    def ode_scheduler(cls, config: Config) -> Any:
         """The diffusers scheduler whose steps the engine's ODE takes, made from the pipeline's own settings."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         return FlowMatchEulerDiscreteScheduler.from_config(cls.open(config).config("scheduler"))
 
     @classmethod
-    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
-        scheduler = cls.integrator(config)
+    def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
+        scheduler = cls.ode_scheduler(config)
         scheduler.set_timesteps(steps, **cls.dynamic_shift(scheduler, config))
         return Schedule.from_sigmas(scheduler.sigmas.tolist())
 
     @classmethod
-    def own_shift(cls, config: Config) -> float:
-        scheduler = cls.integrator(config)
+    def default_shift(cls, config: Config) -> float:
+        scheduler = cls.ode_scheduler(config)
         if not (dynamic := cls.dynamic_shift(scheduler, config)):
             return float(scheduler.config["shift"])
         return math.exp(dynamic["mu"]) if scheduler.config["time_shift_type"] == "exponential" else dynamic["mu"]
@@ -265,7 +267,7 @@ class PipelineModel(Model):
     @classmethod
     def tokens(cls, config: Config) -> int:
         """Patches of 2×2 latent pixels in a picture."""
-        *_, height, width = cls.sizes(cls.open(config), config)
+        *_, height, width = cls.latent_shape_for(cls.open(config), config)
         return (height // 2) * (width // 2)
 
     @classmethod
@@ -297,8 +299,10 @@ def is_text(part: str) -> bool:
 def _text_encoders(family: type[PipelineModel], config: Config, device: torch.device) -> Iterator[Encode]:
     """The text encoders alone, on the device, for as long as they are needed."""
     source, loaded = family.open(config), []
-    shape = {family.part: family.skeleton(source)}  # an encoder may ask for its sizes, never for its weights
-    precision = dtypes(family.part, config, device)
+    shape = {
+        family.trained_component: family.meta_module(source)
+    }  # an encoder may ask for its sizes, never for its weights
+    precision = dtypes(family.trained_component, config, device)
     pipe = source.load(precision, lambda name: is_text(name) or name == "scheduler", **shape)
     for name in source.parts:
         if is_text(name) and isinstance(part := getattr(pipe, name), torch.nn.Module):
@@ -307,7 +311,7 @@ def _text_encoders(family: type[PipelineModel], config: Config, device: torch.de
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> dict[str, Tensor]:
         with quiet_libraries():  # they print every long prompt's end, which CLIP never sees and T5 does
-            return family.embed(pipe, list(texts), config, device)
+            return family.encode_texts(pipe, list(texts), config, device)
 
     try:
         yield encode

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.schedule import Schedule
-from .diffusion import ddim_grid
 from .pipeline import PipelineModel, latent_size, vae_factor
 from .source import Source
 
@@ -16,9 +15,9 @@ from .source import Source
 class SDModel(PipelineModel):
     pipeline = "StableDiffusionPipeline"
     diffusion = True
-    part = "unet"
+    trained_component = "unet"
     inputs = ("text",)
-    left_out = ("safety_checker", "feature_extractor", "image_encoder")
+    unused_components = ("safety_checker", "feature_extractor", "image_encoder")
     schedulers = (
         "PNDMScheduler",
         "DDIMScheduler",
@@ -32,7 +31,7 @@ class SDModel(PipelineModel):
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's, and diffusers' own LoRA training
 
     @classmethod
-    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+    def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         shape = source.config("unet")
         if shape.get("time_cond_proj_dim") is not None:
             problem = "it was distilled for consistency sampling, which the engine's steps are not"
@@ -40,11 +39,11 @@ class SDModel(PipelineModel):
         return (shape["in_channels"], *latent_size(config, vae_factor(source), 1))
 
     @classmethod
-    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         return {"text": pipe.encode_prompt(texts, device, 1, False)[0]}
 
     @classmethod
-    def integrator(cls, config: Config) -> Any:
+    def ode_scheduler(cls, config: Config) -> Any:
         from diffusers import DDIMScheduler
 
         # Pipelines are shipped with other schedulers, whose settings need not say that x̂0 is not to be clipped.
@@ -52,8 +51,8 @@ class SDModel(PipelineModel):
         return DDIMScheduler.from_config(own, clip_sample=False, thresholding=False)
 
     @classmethod
-    def pipeline_grid(cls, config: Config, steps: int) -> Schedule:
-        return ddim_grid(cls.integrator(config), steps)
+    def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
+        return ddim_schedule(cls.ode_scheduler(config), steps)
 
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
         return self.module(x, t, encoder_hidden_states=cond[0], return_dict=False)[0]
@@ -64,3 +63,14 @@ class SDModel(PipelineModel):
         name = f"lora_unet_{layer.replace('.', '_')}"
         alpha = torch.tensor(float(len(a)))
         return {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": alpha}
+
+
+def ddim_schedule(scheduler: Any, steps: int) -> Schedule:
+    """The steps a diffusers DDIMScheduler takes: each ends where the next begins, the last where the scheduler says."""
+    scheduler.set_timesteps(steps)
+    timesteps = [int(t) for t in scheduler.timesteps]
+    alphas = [float(scheduler.alphas_cumprod[t]) for t in timesteps] + [float(scheduler.final_alpha_cumprod)]
+    if alphas[0] <= 0:
+        problem = "its schedule begins at pure noise, of which no clean sample can be told"
+        raise InputError("sample.num_steps", steps, problem, "a scheduler whose ᾱ is above 0 at every timestep")
+    return Schedule.from_alphas(alphas, timesteps, scheduler.config.prediction_type)

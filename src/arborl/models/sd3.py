@@ -13,18 +13,18 @@ from .source import Source
 class SD3Model(PipelineModel):
     pipeline = "StableDiffusion3Pipeline"
     t5 = "text_encoder_3"
-    half_decoder = True
-    compiles_by_itself = True
+    vae_fp16_safe = True
+    auto_compile = True
     lora_targets = JOINT_ATTENTION
 
     @classmethod
-    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+    def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         shape, factor = source.config("transformer"), vae_factor(source)
         largest = shape["pos_embed_max_size"] * shape["patch_size"] * factor
         return (shape["in_channels"], *latent_size(config, factor, shape["patch_size"], largest))
 
     @classmethod
-    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         text, _, pooled, _ = pipe.encode_prompt(
             texts,
             prompt_2=None,

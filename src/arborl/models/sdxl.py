@@ -15,7 +15,7 @@ class SDXLModel(SDModel):
     inputs = ("text", "pooled")
 
     @classmethod
-    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         text, _, pooled, _ = pipe.encode_prompt(texts, device=device, do_classifier_free_guidance=False)
         return {"text": text, "pooled": pooled}
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..core.errors import InputError
-from .quiet import quiet_libraries
+from ..tools.quiet import quiet_libraries
 
 
 class PartConfig(dict[str, Any]):

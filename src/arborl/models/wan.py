@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..prompts import HELDOUT_VIDEOS, VIDEOS
+from ..data.prompts import HELDOUT_VIDEOS, VIDEOS
 from .pipeline import PipelineModel, latent_size
 from .source import Source
 
@@ -34,14 +34,14 @@ class WanModel(PipelineModel):
     pipeline = "WanPipeline"
     schedulers = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
     video = True
-    compiles_by_itself = True
+    auto_compile = True
     t5 = "text_encoder"
     inputs = ("text",)
     default_prompts, heldout_prompts = VIDEOS, HELDOUT_VIDEOS
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # Flow-GRPO's, without those of image-to-video
 
     @classmethod
-    def sizes(cls, source: Source, config: Config) -> tuple[int, ...]:
+    def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         if "transformer_2" in source.parts or source.index.get("expand_timesteps"):
             problem = "Wan2.2's two experts and per-token timesteps are not supported"
             raise InputError("model.path", source.path, problem, "a Wan2.1 text-to-video pipeline")
@@ -55,7 +55,7 @@ class WanModel(PipelineModel):
         return (shape["in_channels"], (frames - 1) // stride + 1, height, width)
 
     @classmethod
-    def embed(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         text, _ = pipe.encode_prompt(
             texts,
             do_classifier_free_guidance=False,
@@ -65,7 +65,7 @@ class WanModel(PipelineModel):
         return {"text": text}
 
     @classmethod
-    def integrator(cls, config: Config) -> Any:
+    def ode_scheduler(cls, config: Config) -> Any:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         own = cls.open(config).config("scheduler")  # UniPC as it is shipped, which calls its shift another name

@@ -14,11 +14,11 @@ from .. import __version__
 from ..config import knobs, load_config, read_config
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..draw import leaf_order
-from ..log import STAGES, flat, read_metrics, seconds_by_stage
-from ..record import RecordedTree
 from ..rewards.base import weights_of
-from ..watch import LIMITS, hacking, statistic
+from ..run.drawings import leaf_order
+from ..run.folder import STAGES, flat, read_metrics, seconds_by_stage
+from ..run.reward_hacking import LIMITS, hacking, statistic
+from ..run.trees import TreeFile
 from .pictures import as_webp, spread, spread_within
 
 TREES, SHEETS, EPOCHS = 4_000_000, 3_000_000, 48
@@ -133,7 +133,7 @@ def _as_the_run_saw(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @lru_cache(maxsize=256)
 def _tree(path: Path, changed: int) -> dict[str, Any]:
     """A recorded tree; read and made small once, also by a page that is served for hours."""
-    tree = RecordedTree.load(path)
+    tree = TreeFile.load(path)
     plan = tree.plan
     noisy = [bool(plan.stochastic[level.edges].any()) for level in plan.levels]
     steps = [plan.step[level.edges].unique() for level in plan.levels]

@@ -13,18 +13,22 @@ from typing import Any
 import jinja2
 
 from ..core.errors import InputError
-from ..log import write_whole
-from .comparison import comparison_data, is_comparison
+from ..tools.files import write_atomically
+from ..tools.imports import find
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js")
+COMPARISON = ("compare.json", "arborl.compare.page:comparison_data")
+"""The file that tells a comparison's folder, and what reads it: by name, as it stands further along the data path."""
 OWN = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
 
 
 def read(folder: Path) -> dict[str, Any]:
     """What the page of a run's folder, or of a comparison's, shows."""
-    return comparison_data(folder) if is_comparison(folder) else run_data(folder)
+    if (folder / COMPARISON[0]).is_file():
+        return find("report", COMPARISON[1], ())(folder)
+    return run_data(folder)
 
 
 def write_report(folder: Path, to: Path | None = None) -> Path:
@@ -32,7 +36,7 @@ def write_report(folder: Path, to: Path | None = None) -> Path:
     place = to or folder / "report.html"
     beside = place.resolve().parent == folder.resolve()  # so that links to other pages in it lead there
     try:
-        write_whole(place, render(read(folder) | {"linked": beside}))
+        write_atomically(place, render(read(folder) | {"linked": beside}))
     except OSError as error:
         raise InputError("--out", place, f"cannot be written ({error.strerror})") from None
     return place

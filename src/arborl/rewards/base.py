@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config.schema import Config, RewardConfig
 from ..core.advantage import combine
 from ..core.errors import InputError
-from ..imports import find
+from ..tools.imports import find
 from .catalog import BUILT_IN
 
 Columns = Mapping[str, Sequence[object]]
@@ -39,7 +39,7 @@ class RewardFailed(Exception):  # noqa: N818 (a name that callers know)
         super().__init__("".join(c if c.isprintable() else " " for c in text))
 
 
-class Lost(NamedTuple):
+class Failures(NamedTuple):
     """Pictures that a reward failed on, and why (the last reason)."""
 
     pictures: int
@@ -52,14 +52,14 @@ class Scores:
 
     parts: dict[str, Float[Tensor, "prompts leaves"]]
     total: Float[Tensor, "prompts leaves"]
-    lost: dict[str, Lost] = field(default_factory=dict)
+    lost: dict[str, Failures] = field(default_factory=dict)
 
 
 class Answers(NamedTuple):
     """Scores of some pictures by reward and `reward/part`, NaN where there is none; and what failures cost."""
 
     scores: dict[str, Float[Tensor, " n"]]
-    lost: dict[str, Lost]
+    lost: dict[str, Failures]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Rewards:
         with it for good, such as a result of the wrong shape, still ends the run; `strict`, so does everything.
         """
         scores: dict[str, Tensor] = {}
-        lost: dict[str, Lost] = {}
+        lost: dict[str, Failures] = {}
         broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
         for name, function in self.functions.items():
             try:
@@ -118,17 +118,19 @@ class Rewards:
             except Exception as error:
                 if strict:
                     raise
-                lost[name] = Lost(len(prompts), first_line(error))
+                lost[name] = Failures(len(prompts), first_line(error))
                 scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
                 continue
             if told := getattr(function, "take_failures", list)():
-                lost[name] = Lost(sum(some.pictures for some in told), told[-1].why)
+                lost[name] = Failures(sum(some.pictures for some in told), told[-1].why)
             named = _named(name, answer, len(prompts))
             self.names[name] = [part for part, _ in named]
             scores |= {part: torch.where(broken, torch.nan, values) for part, values in named}
         return Answers(scores, lost)
 
-    def combine(self, parts: dict[str, Float[Tensor, "prompts leaves"]], lost: dict[str, Lost] | None = None) -> Scores:
+    def combine(
+        self, parts: dict[str, Float[Tensor, "prompts leaves"]], lost: dict[str, Failures] | None = None
+    ) -> Scores:
         weighed = {name: parts[name] for name in self.functions if self.weights[name]}
         none = torch.full_like(next(iter(parts.values())), torch.nan)  # where rewards are only looked at
         return Scores(parts, combine(weighed, self.weights, self.how) if weighed else none, lost or {})

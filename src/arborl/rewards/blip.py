@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
-from ..models.quiet import quiet_libraries
+from ..tools.quiet import quiet_libraries
 from .catalog import IMAGEREWARD
 from .clip import TOY, affine
-from .network import NetworkReward
-from .pixels import centre_crop, normalised
-from .tokens import tokenizer_folder
-from .weights import Weights, check_names, converted, read_tensors, tensors_of, together
+from .files import Weights, check_names, converted, read_tensors, tensors_of, together
+from .neural import NetworkReward
+from .preprocessing import centre_crop, normalised
+from .tokenizers import tokenizer_folder
 
 HEADS = (16, 12)
 """Attention heads of ViT-L/16 and of BERT-base."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .weights import Weights
+from .files import Weights
 
 HPS = Weights(
     hub="xswu/HPSv2",
@@ -60,8 +60,8 @@ BUILT_IN = {
         "arborl.rewards.videoalign:VideoAlign", "videos: quality, motion, alignment", "-2 to 2", (VIDEOALIGN,)
     ),
     "ocr": BuiltIn("arborl.rewards.ocr:Ocr", 'the "quoted" text is written in the picture', "0 to 1", extra="ocr"),
-    "jpeg": BuiltIn("arborl.rewards.canary:jpeg", "small as a JPEG file", "-1 to 0"),
-    "brightness": BuiltIn("arborl.rewards.canary:brightness", "bright", "0 to 1"),
-    "scene": BuiltIn("arborl.scenes.score:scene", "the built-in world: the caption came true", "0 to 1"),
-    "place": BuiltIn("arborl.rewards.canary:place", "the mixture model: the dot is where its prompt says", "0 to 1"),
+    "jpeg": BuiltIn("arborl.rewards.simple:jpeg", "small as a JPEG file", "-1 to 0"),
+    "brightness": BuiltIn("arborl.rewards.simple:brightness", "bright", "0 to 1"),
+    "scene": BuiltIn("arborl.worlds.scenes.score:scene", "the built-in world: the caption came true", "0 to 1"),
+    "place": BuiltIn("arborl.worlds.mixture:place", "the mixture model: the dot is where its prompt says", "0 to 1"),
 }

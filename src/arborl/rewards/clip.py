@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
-from ..models.quiet import quiet_libraries
+from ..tools.quiet import quiet_libraries
 from .catalog import AESTHETIC, CLIP_L14, HPS, PICKSCORE
-from .network import NetworkReward
-from .pixels import centre_crop, letterbox, normalised
-from .tokens import END, START, ClipTokens
-from .weights import DAMAGED, check_names, converted, read_tensors, tensors_of, together
+from .files import DAMAGED, check_names, converted, read_tensors, tensors_of, together
+from .neural import NetworkReward
+from .preprocessing import centre_crop, letterbox, normalised
+from .tokenizers import END, START, ClipTokens
 
 HEADS = (16, 16)
 """Attention heads of ViT-H-14's picture and text parts: what the shapes of its weights do not tell."""

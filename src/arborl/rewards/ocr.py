@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from .base import Columns
-from .pixels import as_rgb, refuse_thin
+from .preprocessing import as_rgb, refuse_thin
 
 QUOTED = re.compile('["“”]([^"“”]*)["“”]')
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
-from .base import Columns, Lost, RewardFailed
-from .pixels import as_rgb
-from .wire import PROBE, Refused, Server, png
+from .base import Columns, Failures, RewardFailed
+from .client import PROBE, Refused, Server, png
+from .preprocessing import as_rgb
 
 WAIT = 1.0
 """Seconds before a server is asked again after its first failure; doubled at each further one in a row."""
@@ -40,7 +40,7 @@ class RemoteReward:
         urls = _urls(f"rewards.{name}.url", config.url)
         self.servers = [Server(url, token, config.timeout, config.retries) for url in urls]
         self.parts: tuple[str, ...] = ()  # as the first scores had them; ("",) of a reward without parts
-        self.failures: list[Lost] = []
+        self.failures: list[Failures] = []
         self.round: _Round | None = None
 
     def check(self) -> None:
@@ -56,7 +56,7 @@ class RemoteReward:
                     problem = f"is not a reward server ({problem})"
                 raise InputError(f"rewards.{self.name}.url", server.url, problem) from None
 
-    def take_failures(self) -> list[Lost]:
+    def take_failures(self) -> list[Failures]:
         """What was lost since this was last called, request by request. A call that raises leaves nothing here."""
         taken, self.failures = self.failures, []
         return taken
@@ -87,7 +87,7 @@ class RemoteReward:
         failed = [piece for piece in pieces if piece.scores is None]
         if failed and len(failed) == len(pieces):
             raise RewardFailed(failed[-1].why)
-        self.failures += [Lost(len(piece.rows), piece.why) for piece in failed]
+        self.failures += [Failures(len(piece.rows), piece.why) for piece in failed]
         found = {part: torch.full((len(images),), torch.nan) for part in self.parts or ("",)}
         for piece in pieces:
             for part, scores in (piece.scores or {}).items():

@@ -45,10 +45,10 @@ from starlette.routing import Route
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..serving import serve_at
+from ..tools.web import serve_at
 from .base import Reward
-from .report import usable
-from .wire import strict_json
+from .client import strict_json
+from .inspect import usable
 
 PICTURE_PIXELS, REQUEST_PIXELS = 4096 * 4096, 2**28
 """The largest picture, and all those of a request together: a small file may hold a huge picture."""

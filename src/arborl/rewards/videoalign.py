@@ -24,9 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from .catalog import VIDEOALIGN
-from .network import NetworkReward
-from .pixels import normalised
-from .weights import Weights, check_names, converted, from_hub, read_tensors, tensors_of, together
+from .files import Weights, check_names, converted, from_hub, read_tensors, tensors_of, together
+from .neural import NetworkReward
+from .preprocessing import normalised
 
 FOLDER = Path("videoalign_ckpt")
 SETTINGS = replace(VIDEOALIGN, file="model_config.json", place="", size="2 kB")

@@ -1,0 +1,51 @@
+"""The command line, a file for each few commands. Errors a user can mend are one line and exit code 2."""
+
+import os
+import sys
+import traceback
+
+import click
+
+from ..core.errors import InputError
+from . import comparing, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
+from .app import app
+from .exits import end_with_launcher, leave, lost_contact, one_line, ranks_have_met
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: runs a command and turns what a user can mend into one line."""
+    rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
+    on = f" on rank {rank}" if rank else ""
+    if several:
+        end_with_launcher()
+    try:
+        sys.exit(app.main(arguments, prog_name="arborl", standalone_mode=False) or 0)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "arborl"
+        text = one_line(error.format_message())
+        click.echo(f"error: {text}{'' if text.endswith('?') else ';'} see: {command} -h", err=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"error: {one_line(error.format_message())}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        click.echo("stopped", err=True)
+        sys.exit(130)
+    except InputError as error:
+        # Before the ranks meet every one finds what is wrong with the settings: one on each machine says so. Later only
+        # those come here whose error nobody else has told.
+        if ranks_have_met() or os.environ.get("LOCAL_RANK", "0") == "0":
+            click.echo(f"error{on}: {error}", err=True)
+        leave(2)
+    except Exception as error:
+        if not several:
+            raise
+        from ..distributed.coordination import OtherRankFailed
+
+        if isinstance(error, OtherRankFailed):
+            click.echo(f"stopped{on}: {error}", err=True)
+        elif lost_contact(error):
+            click.echo(f"stopped{on}: another process is gone ({str(error).splitlines()[0]})", err=True)
+        else:
+            traceback.print_exc()
+        leave(1)

@@ -1,0 +1,48 @@
+"""How the process ends: exit codes, ranks that leave together, one line in place of a traceback."""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+
+
+def leave(code: int) -> None:
+    """End the process; under a launcher at once."""
+    if "WORLD_SIZE" in os.environ:
+        # Threads of gloo may outlive their process group and abort the process when its interpreter ends
+        # (pytorch/pytorch#179291). All that matters is written and closed by now.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def one_line(text: str) -> str:
+    """click's sentence as one of ours."""
+    text = " ".join(text.split()).rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def end_with_launcher() -> None:
+    """A launcher that is killed leaves its ranks at work, and a run that goes on meanwhile has two writers. On Linux a
+    process may ask to be told: all of them then leave together, with a checkpoint.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def lost_contact(error: Exception) -> bool:
+    """Whether an error only says that another process does not answer any more."""
+    from torch.distributed import DistError
+
+    gloo = type(error) is RuntimeError and re.search(
+        r"gloo.*([Cc]onnection|[Pp]ipe|[Tt]imed? ?out)", str(error), re.DOTALL
+    )
+    return isinstance(error, DistError) or bool(gloo)
+
+
+def ranks_have_met() -> bool:
+    from accelerate import PartialState
+
+    return bool(PartialState._shared_state)

@@ -1,0 +1,71 @@
+"""`arborl` alone: where one stands, and what to do next."""
+
+import json
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..tools.files import is_taken
+
+FIRST = {
+    "arborl plan": "the default tree, and what an epoch of it costs; loads nothing",
+    "arborl train": "post-train the built-in model: two and a half minutes on two cores, no GPU, no download",
+    "arborl rewards": "the rewards there are, and what each of them lacks here",
+    "arborl -h": "every command; each has a -h of its own",
+}
+
+
+def print_next(out: Console, base: Path = Path("runs")) -> None:
+    """What there is to do, by what lies in runs/. Imports nothing heavy: it must answer at once."""
+    out.print(f"[bold]ArboRL {__version__}[/bold], reinforcement learning on denoising trees\n")
+    steps, run = dict(FIRST), newest_run(base)
+    if run:
+        state, own = _standing(run)
+        out.print(f"{run}: {state}", markup=False, highlight=False)
+        steps = own | {"arborl -h": FIRST["arborl -h"]}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold", style="bold")
+    for command, what in steps.items():
+        table.add_row(Text(command), what)
+    out.print(table)
+
+
+def newest_run(base: Path = Path("runs")) -> Path | None:
+    """The run that was last written to."""
+    return max((path.parent for path in base.glob("*/config.yaml")), key=_written, default=None)
+
+
+def _standing(run: Path) -> tuple[str, dict[str, str]]:
+    """How far a run is, and what goes well with that."""
+    name = shlex.quote(str(run))
+    if (run / "summary.json").is_file():
+        try:
+            summary = json.loads((run / "summary.json").read_bytes())
+            before, after = (summary[f"heldout_{when}"] for when in ("before", "after"))
+            came = f", held-out {before:.4f} -> {after:.4f}" if before is not None and after is not None else ""
+            state = f"finished, {summary['epochs']} epochs{came}"
+        except (ValueError, KeyError, TypeError):
+            state = "finished; its summary.json is damaged"
+        return state, {
+            f"arborl report --open {name}": "look at it: curves, trees, pictures, times",
+            f"arborl sample --run {name}": "pictures by its weights",
+            f"arborl eval --run {name}": "scores on held-out prompts",
+            f"arborl export {name} my-model": "weights for diffusers and ComfyUI",
+            f"arborl train --resume {name} train.epochs=…": "train it further",
+            "arborl compare tree mix dance": "methods side by side, at equal compute",
+        }
+    lines = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").is_file() else 0
+    steps = {f"arborl report --live {name}": "watch it in the browser"}
+    if not is_taken(run / ".lock"):
+        steps[f"arborl train --resume {name}"] = "go on with it"
+    state = f"{lines} epochs so far, {'it is running' if len(steps) == 1 else 'it was cut off'}"
+    return state, steps | {f"arborl doctor --run {name}": "is something wrong with it?"}
+
+
+def _written(run: Path) -> float:
+    files = (run / name for name in ("config.yaml", "metrics.jsonl"))
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)

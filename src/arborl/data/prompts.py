@@ -1,0 +1,132 @@
+"""Prompt files, and which prompts an epoch sees: a function of the seed and of how many were dealt out before."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ..config.schema import SampleConfig
+from ..core.errors import InputError
+
+
+def _shipped(name: str) -> tuple[str, ...]:
+    """A list that comes with the package."""
+    return tuple((Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").splitlines())
+
+
+PICTURES, HELDOUT_PICTURES = _shipped("pictures"), _shipped("pictures_heldout")
+
+
+VIDEOS, HELDOUT_VIDEOS = _shipped("videos"), _shipped("videos_heldout")
+"""What models that bring no prompts of their own are trained and evaluated on, where no file is named."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts and the further columns of their file, index by index."""
+
+    texts: list[str]
+    columns: dict[str, list[object]]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def digest(self) -> str:
+        """Tells one list from another, wherever it lies."""
+        return hashlib.sha256(json.dumps([self.texts, self.columns], sort_keys=True).encode()).hexdigest()
+
+    def take(self, index: Sequence[int]) -> "Prompts":
+        return Prompts([self.texts[i] for i in index], {k: [v[i] for i in index] for k, v in self.columns.items()})
+
+    def repeat(self, times: int) -> "Prompts":
+        """Each prompt `times` times in a row: one for each of its leaves."""
+        return self.take([i for i in range(len(self)) for _ in range(times)])
+
+
+def load_prompts(path: str, default: Sequence[str] = (), key: str = "prompts.path") -> Prompts:
+    """A file with one prompt a line, or JSONL (`.jsonl`) with a `prompt` and further columns; else the default list."""
+    if not path:
+        if not default:
+            raise InputError(
+                key, None, "this model has no prompt list of its own", "a text file, or .jsonl with `prompt`"
+            )
+        return Prompts(list(default), {})
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(key, path, "there is no such file")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # a prompt may hold other characters that end a line
+    except UnicodeDecodeError as error:
+        raise InputError(key, path, f"is not UTF-8 text (byte {error.start})") from None
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InputError(key, path, "the file holds no prompt", "one prompt a line")
+    if file.suffix != ".jsonl":
+        return Prompts([line for _, line in numbered], {})
+    rows = [_row(key, path, number, line) for number, line in numbered]
+    names = {name: None for row in rows for name in row if name != "prompt"}  # a dict keeps their order
+    return Prompts([row["prompt"] for row in rows], {name: [row.get(name) for row in rows] for name in names})
+
+
+def _row(key: str, path: str, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(key, path, f"line {number} is not JSON ({error.msg})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise InputError(key, path, f'line {number} has no "prompt" text')
+    return row
+
+
+class PromptSplit(NamedTuple):
+    """How an epoch's prompts are shared out."""
+
+    total: int  # over all processes
+    share: int  # places a process has; those beyond the total stay empty
+
+
+def split_prompts(sample: SampleConfig, processes: int = 1) -> PromptSplit:
+    total = sample.prompts_per_epoch or sample.num_prompts * processes
+    return PromptSplit(total, math.ceil(total / processes))
+
+
+@dataclass(frozen=True)
+class LocalPrompts:
+    """A process's part of an epoch's prompts."""
+
+    prompts: Prompts
+    ids: Int[Tensor, " prompts"]  # their places among those of all processes: noise follows these
+    total: int  # of all processes; a prompt in a place from here on only fills up, and is not learnt from
+
+    @property
+    def real(self) -> int:
+        return int((self.ids < self.total).sum())
+
+
+def local_prompts(prompts: Prompts, how: PromptSplit, rank: int, start: int, seed: int) -> LocalPrompts:
+    """What a process draws, where `start` prompts have been dealt out before."""
+    chosen = prompt_order(len(prompts), start, how.total, seed)
+    ids = torch.arange(rank * how.share, (rank + 1) * how.share)
+    return LocalPrompts(prompts.take([chosen[min(i, how.total - 1)] for i in ids.tolist()]), ids, how.total)
+
+
+def prompt_order(total: int, start: int, count: int, seed: int) -> list[int]:
+    """`count` prompts from a place on: the file is dealt out pass by pass, each pass in its own order."""
+    indices: list[int] = []
+    while len(indices) < count:
+        turn, place = divmod(start + len(indices), total)
+        indices += _shuffled(total, seed, turn)[place:][: count - len(indices)].tolist()
+    return indices
+
+
+def _shuffled(total: int, seed: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
+    return torch.randperm(total, generator=generator)

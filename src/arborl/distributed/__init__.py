@@ -1,0 +1,1 @@
+"""Ranks: what they gather, how they split weights, how they stop together."""

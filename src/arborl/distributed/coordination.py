@@ -1,0 +1,126 @@
+"""Processes go on together or stop together: errors of one of them, and interrupts, reach all at the same place."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from .gather import any_rank
+
+
+class OtherRankFailed(RuntimeError):  # noqa: N818 (it says where to look, and is no error of its own)
+    """Another process failed, and says why."""
+
+
+@contextmanager
+def fail_together(accelerator: Accelerator) -> Iterator[None]:
+    """What each process does by itself, without waiting for others: if one fails, all of them leave here."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 (raised below, once all have heard of it)
+        error = caught
+    verdict = _verdict(error, accelerator)
+    if verdict:
+        raise verdict
+
+
+def _verdict(error: Exception | None, accelerator: Accelerator) -> Exception | None:
+    """What a process is to raise once all have said how they fared: its own error, if it is the first that met it."""
+    if accelerator.num_processes == 1 or not any_rank(error is not None, accelerator):
+        return error
+    told: list[str | None] = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+    known = error is not None and told.index(told[accelerator.process_index]) < accelerator.process_index
+    return _elsewhere(rank, text) if error is None or known else error
+
+
+def _elsewhere(rank: int, text: str) -> OtherRankFailed:
+    return OtherRankFailed(f"rank {rank} failed ({text})")
+
+
+class Coordinator:
+    """How a run is left: by an error or an interrupt, by one process or by all.
+
+    Ctrl-C and SIGTERM both arrive as KeyboardInterrupt: at once where nothing is half done, after the update where
+    something would be. Several processes must leave at the same place, so there an interrupt waits for the end of a
+    stage. A second one is never held back.
+    """
+
+    def __init__(self, accelerator: Accelerator, split: bool = False) -> None:
+        self.accelerator, self.split = accelerator, split  # whether every process has a part of the weights alone
+        self.several = accelerator.num_processes > 1
+        self.mid_update = False  # weights, counters and metrics are on their way from one epoch to the next
+        self.waiting = False  # an interrupt has come and is held back
+        self.agreed = not self.several  # whether all processes are leaving at the same place
+        self.since = 0.0  # when this process was last told to stop
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before, self.since = self.since, time.monotonic()
+        if self.several and before and self.since - before < 2:
+            return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
+        if before or not (self.mid_update or self.several):
+            raise KeyboardInterrupt
+        self.waiting = True
+        if self.accelerator.is_main_process and not self.agreed:
+            when = "this epoch's update" if self.mid_update else "this stage"
+            # Not by print: the signal may have come in the middle of one.
+            os.write(2, f"\nfinishing {when} before leaving; interrupt again to leave at once\n".encode())
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python hands signals to the main thread alone; elsewhere whoever runs us deals with them
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def uninterruptible(self) -> Iterator[None]:
+        """Inside, the first interrupt waits for the end of the block.
+
+        Whatever else leaves the block early, an error or a second interrupt, leaves it `mid_update`.
+        """
+        self.mid_update = True
+        yield
+        self.mid_update = False
+        self._leave_if_asked()
+
+    @contextmanager
+    def independent(self) -> Iterator[None]:
+        """What each process does by itself; if one fails, or is to stop, all of them leave at its end."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 (raised below, once all have heard of it)
+            error = caught
+        verdict = _verdict(error, self.accelerator)
+        if verdict:
+            self.agreed = True
+            raise verdict
+        if not self.mid_update:
+            self._leave_if_asked()
+
+    def raised_by_all(self, error: Exception) -> Exception:
+        """What each process is to raise where all have met the same error: they leave here, and the first says why."""
+        self.agreed = True
+        return error if self.accelerator.is_main_process else _elsewhere(0, f"{type(error).__name__}: {error}")
+
+    def independent_sampling(self) -> AbstractContextManager[None]:
+        """What each process does by itself and calls the model: with split weights it needs the others for that."""
+        return nullcontext() if self.split else self.independent()
+
+    def _leave_if_asked(self) -> None:
+        if any_rank(self.waiting, self.accelerator):
+            self.agreed = True
+            raise KeyboardInterrupt

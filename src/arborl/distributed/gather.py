@@ -1,0 +1,46 @@
+"""Small host tensors, and words, of all ranks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from jaxtyping import Shaped
+from torch import Tensor
+
+from .fsdp import copies, local
+
+
+def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
+    """A host tensor of every rank, one after the other, on every rank. Shapes and dtypes must be equal."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return values
+    gathered = accelerator.gather(values.to(accelerator.device))
+    assert isinstance(gathered, torch.Tensor)
+    return gathered.cpu()
+
+
+def any_rank(fact: bool, accelerator: Accelerator | None) -> bool:
+    """Whether something holds on any rank: the same answer on all of them."""
+    return bool(gather(torch.tensor([float(fact)]), accelerator).any())
+
+
+def gather_words(words: Sequence[str], accelerator: Accelerator | None) -> list[str]:
+    """The words that any rank has, each once, sorted: the same list on every rank."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return sorted(set(words))
+    return sorted(set(gather_object(list(words))))
+
+
+def by_copy(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -> list[Shaped[Tensor, "copies parts"]]:
+    """What every rank has to say of each tensor, arranged so that what must be equal stands in a column."""
+    return [column.view(copies(tensor, len(everyone))) for column, tensor in zip(everyone.T, tensors, strict=True)]
+
+
+def unequal_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:
+    """Names of float32 weights whose bits are not the same on all ranks that have a copy."""
+    if accelerator.num_processes == 1:
+        return []
+    held = [local(values.detach()).view(torch.int32).sum(dtype=torch.int64) for values in weights.values()]
+    found = by_copy(gather(torch.stack(held).cpu()[None], accelerator), list(weights.values()))
+    return [name for name, sums in zip(weights, found, strict=True) if bool((sums != sums[0]).any())]

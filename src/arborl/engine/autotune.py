@@ -1,0 +1,331 @@
+"""Micro-batches: sizes left to `auto` are tried on the model itself, from small to large, and all of them are told."""
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from accelerate import Accelerator
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..core.noise import fold
+from ..data.prompts import split_prompts
+from ..distributed.gather import gather
+from ..models import Model, lora, model_class
+from .batches import settled
+from .cost import work
+from .method import places
+from .state import State
+
+MEMORY_SHARE = 0.9
+"""Share of the free memory that a trial may be expected to take."""
+
+
+COMPILE_MIN_FLOPS, COMPILE_MIN_SECONDS = 5e16, 600.0
+"""Operations of a run, and seconds it may take, from which on compiling is worth its minute or two."""
+
+
+EVERY_SIZE_UP_TO, SIZE_STRIDE = 16, 8
+"""Rows up to which every size of a call is tried for its rounding, and of the larger ones every so many."""
+
+
+MAX_TIME_SHARE = 0.97
+"""A larger size must take at most this share of the time a row takes in a smaller one."""
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""What a container or a batch system allows."""
+
+
+class Trial(NamedTuple):
+    size: int
+    seconds: float  # for a row; infinite where it does not fit
+    memory: int = 0  # bytes at the worst, of tensors on a GPU, else of the process
+
+    @property
+    def fits(self) -> bool:
+        return math.isfinite(self.seconds)
+
+
+def shown(tried: list[Trial]) -> str:
+    """What was tried, for people."""
+    return ", ".join(f"{t.size}: {1000 * t.seconds:.3g} ms" if t.fits else f"{t.size}: no room" for t in tried)
+
+
+def find_batch_sizes(
+    config: Config, model: Model, state: State | None, accelerator: Accelerator, prompt: str
+) -> list[str]:
+    """Put numbers in the place of `auto`; a line for each says what was tried. Without a state nothing is updated."""
+    lines: list[str] = []
+    for section, name in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
+        holder = getattr(config, section)
+        if getattr(holder, name) != "auto":
+            continue
+        if section == "train" and state is None:
+            continue  # nothing is trained, nothing is asked
+        key = f"{section}.{name}"
+        most = config.eval.num_prompts if state is None else rows(config, accelerator.num_processes)[key]
+        stage = call(key, model, state, accelerator, config, prompt)
+        # A single row would need compiled code of its own.
+        tried = trials(key, stage, most, model.device, accelerator, first=2 if model.compiled else 1)
+        chosen = choose(tried)
+        setattr(holder, name, chosen.size)
+        lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown(tried)})")
+    return lines
+
+
+def forward_flops(model: Model, prompt: str) -> int:
+    """Floating-point operations of one `predict` of one row, guidance included and adapters left out."""
+    cond = model.encode([prompt])
+    x = model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=model.device))
+    # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
+    apart = sdpa_kernel(SDPBackend.MATH) if model.device.type == "cpu" else nullcontext()
+    with torch.no_grad(), lora.disabled(model.module), apart, FlopCounterMode(display=False) as counter:
+        model.predict(x, torch.full((1,), 500.0, device=model.device), cond)
+    return counter.get_total_flops()
+
+
+def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, list[str]]:
+    """Whether a run is compiled, and why where `auto` leaves it open. The settings decide, and no clock: a run that
+    goes on decides alike.
+    """
+    if config.compile != "auto" or device.type != "cuda":
+        return config.compile == "on", []
+    if not model_class(config).auto_compile:
+        return False, ["compile=auto: off (this model has not been measured compiled; compile=on tries it)"]
+    around = places(config)
+    epoch = sum(work(config, plan, first).cost for first, plan in around) / len(around)
+    total = epoch * flops * config.train.epochs
+    short = 0 < config.train.max_seconds < COMPILE_MIN_SECONDS or total < COMPILE_MIN_FLOPS
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return False, ["compile=auto: off (there is no C compiler, which torch.compile needs)"]
+    clock = f" in up to {config.train.max_seconds:.0f} s" if config.train.max_seconds else ""
+    return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
+
+
+def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> None:
+    """Every kind of call once, so that compiling is over before the first epoch."""
+    sizes = {
+        "sample.batch_size": settled(config.sample.batch_size),
+        "train.batch_size": settled(config.train.batch_size),
+        "sample.decode_batch_size": settled(config.sample.decode_batch_size),
+    }
+    most = rows(config, accelerator.num_processes)
+    for key, size in sizes.items():
+        call(key, model, state, accelerator, config, prompt)(min(size, max(most[key], model.min_batch_size)))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, prompt: str) -> list[str]:
+    """Find the sizes of calls that the update's code rounds alike: trained rows are padded to them from now on.
+
+    A library may add up a narrow product, such as an adapter's, in another order when it has few rows; then rollout and
+    update would not be one policy.
+    """
+    trained = (
+        max(len(plan.trained_parents) for _, plan in places(config)) * split_prompts(config.sample, processes).share
+    )
+    full = min(settled(config.train.batch_size), max(trained, model.min_batch_size))
+    sizes = [size for size in range(model.min_batch_size, full) if size <= EVERY_SIZE_UP_TO or size % SIZE_STRIDE == 0]
+    predict = _predict(config, model, prompt)
+    with model.update_numerics(), lora.perturbed(model.module):
+        expected = predict(full).detach()
+        # All of them, whatever comes of it: split weights need the same calls on every rank.
+        same = {size: torch.equal(predict(size).detach(), expected[:size]) for size in sizes}
+    model.bitwise_batch_sizes = (*(size for size in sizes if same[size]), full)
+    others = ", ".join(str(size) for size in sizes if not same[size])
+    told = f"calls of {others} rows would not be rounded like those of {full}: where they are trained, they are padded"
+    return [told] if others else []
+
+
+def rows(config: Config, processes: int = 1) -> dict[str, int]:
+    """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
+    plan, share = places(config)[0][1], split_prompts(config.sample, processes).share
+    frontier = max(len(level.parents) for level in plan.levels)
+    parents = math.ceil(len(plan.trained_parents) * share / config.train.updates)
+    return {
+        "sample.batch_size": frontier * share,
+        "sample.decode_batch_size": len(plan.leaves) * share,
+        "train.batch_size": parents,
+    }
+
+
+def call(
+    key: str, model: Model, state: State | None, accelerator: Accelerator, config: Config, prompt: str
+) -> Callable[[int], None]:
+    """A micro-batch of a stage, of any size, with what it does to memory."""
+    predict = _predict(config, model, prompt)
+
+    def sampled(size: int) -> None:
+        with model.fast_sampling():
+            predict(size)
+
+    @torch.no_grad()
+    def decoded(size: int) -> None:
+        model.decode(_latents(config, model, size))
+
+    def updated(size: int) -> None:
+        assert state is not None
+        # Ranks do not wait for each other, so that one that runs out of memory hangs nobody; split weights must.
+        apart = nullcontext() if state.sharded else accelerator.no_sync(model.module)
+        try:
+            with apart:
+                loss = predict(size).square().mean()
+                if config.train.kl > 0:
+                    with torch.no_grad(), model.reference():
+                        predict(size)
+                if loss.requires_grad:  # told elsewhere if not
+                    accelerator.backward(loss)
+        finally:
+            state.optimizer.zero_grad(set_to_none=True)
+
+    return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
+
+
+def _predict(config: Config, model: Model, prompt: str) -> Callable[[int], torch.Tensor]:
+    """The model's answer to so many rows of noise, of which a larger call has the same first."""
+    cond, time_of_first = model.encode([prompt]), float(places(config)[0][1].timestep[0])
+
+    def predict(size: int) -> torch.Tensor:
+        t = torch.full((size,), time_of_first, device=model.device)
+        text = cond[torch.zeros(size, dtype=torch.long, device=model.device)]
+        return model.predict(_latents(config, model, size), t, text)
+
+    return predict
+
+
+def _latents(config: Config, model: Model, size: int) -> torch.Tensor:
+    address = torch.tensor([[number, 0, 0] for number in range(size)], device=model.device)
+    return model.noise(fold(config.seed, 0), address)
+
+
+def trials(
+    key: str,
+    run: Callable[[int], None],
+    most: int,
+    device: torch.device,
+    accelerator: Accelerator | None = None,
+    own: int = 0,
+    first: int = 1,
+) -> list[Trial]:
+    """Sizes from `first` on, doubled up to `most`, until memory is short or two gained nothing; and one's own.
+
+    All ranks try the same sizes; the slowest one's time counts.
+    """
+    done: list[Trial] = []
+    size = min(first, most)
+    while True:
+        trial = Trial(size, math.inf)
+        if _everyone(_has_room(done, size, device), accelerator):
+            try:
+                trial = _measure(run, size, device)
+            except (MemoryError, RuntimeError) as error:  # a CPU's is nothing more than a RuntimeError
+                known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+                if not known and not (type(error) is RuntimeError and "memory" in str(error)):
+                    raise
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+        seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
+        done.append(trial._replace(seconds=seconds))
+        if not done[0].fits and size > 1:
+            size, done = 1, []
+            continue
+        if not done[0].fits:
+            raise InputError(key, 1, "not even one row fits into memory", "a smaller picture, LoRA, or split weights")
+        if not done[-1].fits or size == most:
+            break
+        if choose(done).size * 4 <= size:
+            if size >= min(own, most):
+                break
+            size = min(own, most)
+        else:
+            size = min(2 * size, most)
+    return done
+
+
+def choose(tried: list[Trial]) -> Trial:
+    """The smallest size that none is much faster than."""
+    fastest = min(trial.seconds for trial in tried)
+    return next(trial for trial in tried if MAX_TIME_SHARE * trial.seconds <= fastest)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Most bytes since the last `forget_peak`: of tensors on a GPU; else of the whole process, since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_there_is(device: torch.device) -> int:
+    """Bytes that this process could have at the most."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    limits = [int(text) for file in CGROUPS if file.is_file() and (text := file.read_text().strip()).isdigit()]
+    there = min([psutil.virtual_memory().available + psutil.Process().memory_info().rss, *limits])
+    return there // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _measure(run: Callable[[int], None], size: int, device: torch.device) -> Trial:
+    run(size)  # the first of its shape pays for more than itself
+    forget_peak(device)
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        run(size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return Trial(size, best / size, memory_in_use(device))
+
+
+def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
+    """Whether a size is expected to fit, as memory grew so far."""
+    if len(done) < 2:
+        return True
+    before, last = done[-2:]
+    slope = (last.memory - before.memory) / (last.size - before.size)
+    return last.memory + slope * (size - last.size) <= MEMORY_SHARE * memory_there_is(device)
+
+
+def _everyone(fine: bool, accelerator: Accelerator | None) -> bool:
+    return bool(gather(torch.tensor([float(fine)]), accelerator).all())
+
+
+def geometry(config: Config, processes: int = 1, split: bool = False) -> list[str]:
+    """How prompts, leaves and updates come out in micro-batches: nothing has to divide anything."""
+    epoch, plan = places(config)[0]
+    how, updates, size = split_prompts(config.sample, processes), config.train.updates, settled(config.train.batch_size)
+    one = work(config, plan, epoch).forward_backwards / split_prompts(config.sample).share  # parents of a prompt
+    pictures = how.total * len(plan.leaves)
+    lines = [f"{how.total} prompts × {len(plan.leaves)} leaves = {pictures} pictures an epoch"]
+    if processes > 1:
+        empty = how.share * processes - how.total
+        lines[0] += f", {how.share} prompts on each of {processes} processes"
+        lines[0] += f" ({empty} places stay empty)" if empty else ""
+        lines[0] += "; weights are split between them (FSDP2)" if split else "; each has the whole model (DDP)"
+    parents = math.ceil(one * how.share / updates)
+    calls = f"{math.ceil(parents / size)} micro-batches of up to {size}" if parents > size else "in one micro-batch"
+    steps = f"{updates} optimizer steps" if updates > 1 else "one optimizer step"
+    return [*lines, f"{steps} an epoch, about {parents} parents{' a process' if processes > 1 else ''} each: {calls}"]

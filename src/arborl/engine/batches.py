@@ -1,0 +1,39 @@
+"""The one micro-batch iterator: rollout, update, decoding and scoring all walk through it. And the way to the GPU."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    rows: Tensor  # positions to take, padded with position 0 when a fixed shape is asked for
+    valid: int  # how many of them count
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. A GPU is not waited for: from pinned memory the copy takes its turn in the queue."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def settled(size: int | str) -> int:
+    """A batch size once it is known: `auto` has been replaced by what was found (`fit.py`)."""
+    if not isinstance(size, int):
+        raise RuntimeError(f"a batch size is still {size!r}; fit.settle() finds one")
+    return size
+
+
+def batches(count: int, size: int, pad: bool = False, sizes: Sequence[int] = ()) -> Iterator[Batch]:
+    """Positions 0..count-1 in runs of `size`. The last run is padded to that length if `pad` says so; else to the next
+    of `sizes`, which are in order, if there is one.
+    """
+    for start in range(0, count, size):
+        index = torch.arange(start, min(start + size, count))
+        valid = len(index)
+        full = size if pad else next((some for some in sizes if valid <= some <= size), valid)
+        if valid < full:
+            index = torch.cat([index, index.new_zeros(full - valid)])
+        yield Batch(index, valid)

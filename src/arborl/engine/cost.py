@@ -1,0 +1,116 @@
+"""What a plan costs, counted before anything runs."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config.schema import Config
+from ..core import plans
+from ..core.noise import fold
+from ..core.prune import Pruning, prune
+from ..core.tree import Plan
+from ..data.prompts import split_prompts
+from .method import (
+    eta_of,
+    kernel_of,
+    naming_settings,
+    places,
+    pruning,
+    schedule_of,
+    window_of,
+)
+
+BACKWARD_COST = 3
+"""A forward + backward in units of a forward."""
+
+
+class Work(NamedTuple):
+    """Model calls of an epoch, on one latent each."""
+
+    forwards: int
+    forward_backwards: int
+
+    @property
+    def cost(self) -> int:
+        return self.forwards + BACKWARD_COST * self.forward_backwards
+
+
+def work(config: Config, plan: Plan, epoch: int) -> Work:
+    """What an epoch takes per process, rollout and update (a KL's forwards of the reference apart).
+
+    Exact where all leaves have scores, but for `prune.width_mode=best_and_worst`, whose chains may share a parent:
+    there it is the most.
+    """
+    prompts, how = split_prompts(config.sample).share, pruning(config, plan, epoch)
+    rising = torch.arange(plan.edges, dtype=torch.float64)[None]
+    keep = prune(plan, rising, how._replace(step_fraction=1.0))  # the same for every prompt
+    if how.step_fraction < 1:
+        key, ids = fold(config.seed, epoch), torch.arange(prompts)
+        keep = keep & prune(plan, rising.expand(prompts, -1), how._replace(width_mode="off"), key, ids)
+    parents = torch.zeros(len(keep), plan.nodes).index_add(1, plan.parent, keep.float())
+    return Work(plan.forwards * prompts, int((parents > 0).sum()) * prompts // len(keep))
+
+
+def costs(config: Config) -> Iterator[int]:
+    """What each epoch costs in forwards, without end; a KL's forwards of the reference included."""
+    around, known = places(config), dict[tuple[int, Pruning], int]()
+    for epoch in itertools.count():
+        place = epoch // config.tree.tou % len(around)
+        plan = around[place][1]
+        stage = place, pruning(config, plan, epoch)
+        if stage not in known or stage[1].step_fraction < 1:  # which steps are drawn changes the cost
+            found = work(config, plan, epoch)
+            known[stage] = found.cost + (found.forward_backwards if config.train.kl > 0 else 0)
+        yield known[stage]
+
+
+def epochs_within(config: Config, compute: float) -> int:
+    """How many epochs of this run cost at most `compute` forwards; at least 1."""
+    config, epochs = copy.deepcopy(config), 1
+    for _ in range(10):  # where pruning ends after a share of the run, its length decides its cost
+        total = itertools.accumulate(costs(config))
+        epochs = max(1, sum(1 for _ in itertools.takewhile(lambda spent: spent <= compute, total)))
+        if config.prune.until == 1 or epochs == config.train.epochs:
+            break
+        config.train.epochs = epochs
+    return epochs
+
+
+def flat_equivalent(config: Config, leaves: int) -> Plan:
+    """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained."""
+    schedule = schedule_of(config, config.sample.num_steps)
+    with naming_settings():
+        return plans.flat(
+            schedule,
+            kernel_of(config),
+            0,
+            eta=eta_of(config),
+            group_size=leaves,
+            shared_noise=False,
+            excess_noise=True,
+            max_leaves=leaves,
+        )
+
+
+def forecast(config: Config) -> dict[str, Any]:
+    """Counts per process and epoch, for every place of the window, and for flat GRPO with as many pictures."""
+    prompts, around = split_prompts(config.sample).share, places(config)
+    leaves = len(around[0][1].leaves)
+    flat = flat_equivalent(config, leaves)
+    whole = Work(flat.forwards * prompts, len(flat.trained_parents) * prompts)
+    found = [work(config, plan, epoch) for epoch, plan in around]
+    return {
+        "plan": config.tree.plan,
+        "kernel": around[0][1].kernel,
+        "images": leaves * prompts,
+        "training_samples": found[0].forward_backwards,
+        "positions": [
+            {"window": window_of(config, plan, epoch), **counts._asdict()}
+            for (epoch, plan), counts in zip(around, found, strict=True)
+        ],
+        "flat": whole._asdict(),
+        "ratio": round(whole.cost / (sum(counts.cost for counts in found) / len(found)), 3),
+    }

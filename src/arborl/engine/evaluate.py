@@ -1,0 +1,90 @@
+"""Evaluation: pictures by the ODE from fixed noise, mean ± standard error per reward."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..config.schema import Config
+from ..data.prompts import Prompts
+from ..distributed.coordination import Coordinator
+from ..distributed.gather import gather, gather_words
+from ..models.base import Model
+from ..rewards.base import Rewards
+from .batches import settled
+from .generate import generate
+from .score import decode_and_score
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean and standard error per reward over the prompts that got a score, and the first pictures."""
+
+    mean: dict[str, float]  # of each reward, its parts as `reward/part`, and of the pictures' statistics
+    stderr: dict[str, float]
+    prompts: int
+    failed: dict[str, int]  # pictures without a score, by reward
+    problems: list[str]  # of rewards that failed, on any rank
+    pictures: Tensor  # uint8, n×3×H×W
+    captions: list[str]
+    scores: list[float]  # of those pictures, by the first reward
+    values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Prompt and scores of each of the first pictures, as JSON has them."""
+        scores = {name: values.tolist() for name, values in self.values.items() if not name.startswith("pictures/")}
+        return [
+            {"prompt": text, "scores": {name: None if v[i] != v[i] else v[i] for name, v in scores.items()}}
+            for i, text in enumerate(self.captions)
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        found = {f"eval/{name}": value for name, value in self.mean.items()}
+        found |= {f"eval/{name}_stderr": value for name, value in self.stderr.items()}
+        return found | {f"eval/{name}_failed": count / self.prompts for name, count in self.failed.items()}
+
+
+def evaluate(
+    model: Model,
+    rewards: Rewards,
+    prompts: Prompts,
+    config: Config,
+    together: Coordinator | None = None,
+    keep_pictures: int = 16,
+) -> Evaluation:
+    """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks."""
+    accelerator = together.accelerator if together else None
+    rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    total = config.eval.num_prompts
+    share = math.ceil(total / ranks)
+    ids = torch.arange(rank * share, rank * share + share)
+    chosen = prompts.take([int(i) % len(prompts) for i in ids])
+    with together.independent_sampling() if together else nullcontext():
+        leaves = generate(model, chosen, ids, config)
+    size = settled(config.sample.decode_batch_size)
+    with together.independent() if together else nullcontext():
+        scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
+    every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
+    own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
+    shown, first = min(len(pictures), total), next(iter(rewards.functions))
+    # A rank whose reward has failed from the start may not know its parts; all must gather the same, in one order.
+    names, unknown = gather_words([*own], accelerator), torch.full_like(ids, torch.nan, dtype=torch.float32)
+    parts = {name: gather(own.get(name, unknown), accelerator)[:total] for name in names}
+    parts = {name: parts[name] for name in [*own, *(name for name in names if name not in own)]}
+    reasons = gather_words([f"rewards.{name} failed ({why})" for name, (_, why) in scores.lost.items()], accelerator)
+    valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
+    return Evaluation(
+        mean={name: float(v.mean()) for name, v in valid.items()},
+        stderr={n: float(v.std() / math.sqrt(len(v))) if len(v) > 1 else math.nan for n, v in valid.items()},
+        prompts=total,
+        failed={name: total - len(valid[name]) for name in rewards.functions},
+        problems=reasons,
+        pictures=pictures[:shown],
+        captions=chosen.texts[:shown],
+        scores=own[first][:shown].tolist(),
+        values=parts,
+    )

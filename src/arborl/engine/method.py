@@ -1,0 +1,265 @@
+"""From settings to the method: an epoch's plan, kernel, advantage and pruning; and whether they fit together."""
+
+import inspect
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.schema import Config
+from ..core import plans
+from ..core.advantage import ADVANTAGES
+from ..core.errors import ArgumentError, InputError
+from ..core.kernels import USUAL_ETA, USUAL_KAPPA, sde_able
+from ..core.noise import fold, normal
+from ..core.prune import Pruning, prune, slide_depths
+from ..core.schedule import Schedule, window_start
+from ..core.tree import Plan, Tail
+from ..data.prompts import split_prompts
+from ..models import model_class
+from ..tools.imports import find
+
+MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
+"""Of all places of a window, of a process in an epoch, of a run. What is beyond is a slip of the pen, refused before
+it can fill the memory.
+"""
+
+
+SETTINGS = {
+    "kernel": "kernel.name",
+    "eta": "kernel.eta",
+    "steps": "sample.num_steps",
+    "shift": "sample.shift",
+    "w": "tree.w",
+    "mix_sde_window": "tree.mix_sde_window",
+    "split_points": "tree.split_points",
+    "split_rounds": "tree.split_rounds",
+    "split_noise_scale": "tree.split_noise_scale",
+    "max_leaves": "tree.max_leaves",
+}
+"""The settings behind the arguments of the core's functions."""
+
+
+@contextmanager
+def naming_settings() -> Iterator[None]:
+    """Inside, what the core says of its arguments is said of the settings they came from."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise error.renamed(SETTINGS) from None
+
+
+def kernel_of(config: Config) -> str:
+    if config.kernel.name != "auto":
+        return config.kernel.name
+    return "ddim" if model_class(config).diffusion else config.kernel.flow
+
+
+def eta_of(config: Config) -> float:
+    return USUAL_ETA[kernel_of(config)] if config.kernel.eta is None else config.kernel.eta
+
+
+def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
+    """The model's table of denoising steps."""
+    try:
+        with (
+            naming_settings(),
+            warnings.catch_warnings(action="ignore"),
+        ):  # of divisions that the check of the levels will find
+            return model_class(config).schedule_for(config, steps)
+    except InputError:
+        raise
+    except ValueError:
+        sample = config.sample
+        problem = f"gives no falling noise levels with sample.sigmas={sample.sigmas} and sample.shift={sample.shift}"
+        raise InputError(key, steps, problem, "other steps, or another shift") from None
+
+
+def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
+    """The trees of one prompt at an epoch."""
+    kernel = kernel_of(config)
+    knobs = asdict(config.tree) | asdict(config.kernel) | asdict(config.sample)  # a plan takes those it knows
+    knobs |= {"eta": eta_of(config), "tail": Tail(config.sample.tail_solver, config.sample.tail_steps)}
+    if config.tree.split_noise_scale is None:
+        knobs["split_noise_scale"] = USUAL_KAPPA.get(kernel, 1.0)
+    with naming_settings():
+        return plans.PLANS[config.tree.plan](schedule, kernel, epoch, **knobs)
+
+
+def plan_at(config: Config, epoch: int = 0) -> Plan:
+    """The trees of one prompt at an epoch, on the model's own noise levels; loads no weights."""
+    return make_plan(config, schedule_of(config, config.sample.num_steps), epoch)
+
+
+def window_positions(config: Config, schedule: Schedule) -> int:
+    """How many places the plan's moving window has; 1 where none moves."""
+    tree = config.tree
+    size = {"tree": tree.w, "mix": tree.w, "branch": tree.mix_sde_window if tree.mix_ode_sde else None}.get(tree.plan)
+    if size is None:
+        return 1
+    argument = "mix_sde_window" if tree.plan == "branch" else "w"
+    with naming_settings():
+        return plans.window_positions(schedule, kernel_of(config), eta_of(config), size, argument)
+
+
+def window_of(config: Config, plan: Plan, epoch: int) -> int:
+    """Where the moving window stands; without one, the first stochastic step."""
+    positions = window_positions(config, plan.schedule.head(config.sample.num_steps))
+    if positions == 1:
+        return int(plan.step[plan.stochastic].min())
+    return window_start(epoch, config.tree.s, config.tree.tou, positions)
+
+
+def pruning(config: Config, plan: Plan, epoch: int) -> Pruning:
+    """What of the plan is not trained at an epoch."""
+    settings = config.prune
+    if settings.until < 1 and epoch >= settings.until * config.train.epochs:
+        return Pruning(step_fraction=settings.step_fraction)
+    last_split = int(plan.depth[plan.splits].max()) if len(plan.splits) else 0
+    stop = last_split if settings.stop_depth is None else settings.stop_depth
+    depths = slide_depths(settings.depth, epoch if settings.depth_slide else 0, settings.slide_interval, stop)
+    return Pruning(depths, settings.width_mode, settings.width_ratio, settings.step_fraction)
+
+
+def places(config: Config) -> list[tuple[int, Plan]]:
+    """(epoch of its first visit, plan) for every place the window comes to; at an epoch it stands at number
+    (epoch // tou) modulo their count.
+    """
+    schedule = schedule_of(config, config.sample.num_steps)
+    positions = window_positions(config, schedule)
+    visited = positions // math.gcd(positions, config.tree.s)
+    first = make_plan(config, schedule, 0)
+    edges = first.edges + first.roots * len(schedule)  # no place has more, whatever its tail
+    if visited * max(edges, 8 * len(schedule)) > MOST_EDGES:  # a step without edges has its price too
+        problem = f"the window has {visited} places, with trees of up to {edges} edges at each"
+        raise InputError("sample.num_steps", len(schedule), problem, "fewer steps, fewer leaves, or tree.s=0")
+    if edges * (prompts := split_prompts(config.sample).share) > MOST_CALLS:
+        key = "num_prompts" if config.sample.prompts_per_epoch is None else "prompts_per_epoch"
+        problem = f"a process cannot go along {edges} edges for each in an epoch"
+        raise InputError(f"sample.{key}", prompts, problem, f"at most {MOST_CALLS // edges}")
+    epochs = [move * config.tree.tou for move in range(visited)]
+    return [(epoch, make_plan(config, schedule, epoch)) for epoch in epochs]
+
+
+def plans_of_a_run(config: Config) -> list[tuple[int, Plan]]:
+    """(where the window stands, plan) for each of its places, in order of the first visit."""
+    return [(window_of(config, plan, epoch), plan) for epoch, plan in places(config)]
+
+
+def stages(config: Config) -> Iterator[tuple[int, Plan]]:
+    """(epoch, plan) for every combination of a window's place and what is pruned that the run comes to."""
+    around, prune, epochs = places(config), config.prune, config.train.epochs
+    # No depth is below the last step; one that is said to be is refused when the first stage is looked at.
+    first = min(prune.depth, default=0) - (prune.stop_depth or 0)
+    moves = max(0, min(first, config.sample.num_steps)) if prune.depth_slide else 0
+    if moves * len(around) > MOST_STAGES:
+        problem = f"moves {moves} times while the window has {len(around)} places, which are too many cases to check"
+        raise InputError("prune.depth", prune.depth, problem, "smaller depths, fewer steps, or tree.s=0")
+    slides = [n * prune.slide_interval for n in range(1, moves + 1)]
+    changes = sorted({0, *slides, math.ceil(prune.until * epochs), epochs})
+    for start, stop in itertools.pairwise(changes):
+        # After one round of the window everything comes again, until what is pruned changes.
+        tou = config.tree.tou
+        until = min(stop, epochs, start + len(around) * tou)
+        for epoch in [start, *range((start // tou + 1) * tou, until, tou)] if start < until else ():
+            yield epoch, around[epoch // tou % len(around)][1]
+
+
+def check_plan(config: Config) -> None:
+    """Everything about the plan that can be wrong is wrong before anything is loaded or written."""
+    advantage, settings = config.advantage, config.prune
+    if settings.until < 1 and config.train.max_seconds:
+        problem = "a run that stops by the clock has no share of it that could be known beforehand"
+        raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
+    if advantage.name not in ADVANTAGES:
+        try_advantage(config, plan_at(config))
+    for epoch, plan in stages(config):
+        if len(plan.leaves) < 2:
+            keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"
+            raise InputError(keys, None, "a prompt has a single leaf, so no advantage can be told", "2 leaves or more")
+        if advantage.name == "depth" and advantage.group != "prompt":
+            siblings = plan.parent[plan.stochastic] if advantage.group == "siblings" else plan.parent
+            if int(torch.bincount(siblings).max()) < 2:
+                problem = "no tree of this plan branches, so no node has another to be compared with"
+                raise InputError("advantage.group", advantage.group, problem, "prompt")
+        deepest = int(plan.depth.max())
+        if any(not 1 <= depth <= deepest for depth in settings.depth):
+            raise InputError("prune.depth", settings.depth, "the plan has no such depth", f"1..{deepest}")
+        how = pruning(config, plan, epoch)
+        if not bool(prune(plan, torch.zeros(1, plan.edges), how).any()):
+            trained = sorted({int(depth) for depth in plan.depth[plan.child][plan.stochastic]})
+            problem = f"at epoch {epoch} that leaves no edge to train (those are at depths {trained})"
+            raise InputError("prune.depth", list(how.depths), problem, "fewer depths")
+    pictures, steps = config.eval.num_prompts, config.eval.num_steps or config.sample.num_steps
+    if config.eval.num_steps:
+        schedule_of(config, steps, "eval.num_steps")
+    if pictures * steps > MOST_CALLS:
+        problem = f"an evaluation cannot take {steps} steps for each"
+        raise InputError("eval.num_prompts", pictures, problem, f"at most {MOST_CALLS // steps}")
+
+
+def warnings_about(config: Config) -> list[str]:
+    """What works but should be known: steps that leave more noise than the schedule can remove."""
+    if config.tree.plan != "flat" or not config.kernel.excess_noise:
+        return []
+    schedule = schedule_of(config, config.sample.num_steps)
+    kernel, eta = kernel_of(config), eta_of(config)
+    with naming_settings():
+        breaks = sde_able(schedule, kernel, eta, excess=True) & ~sde_able(schedule, kernel, eta)
+    if not breaks.any():
+        return []
+    steps = breaks.nonzero().flatten().tolist()
+    return [f"kernel.excess_noise: steps {steps} add more noise than the level they reach; some stays in the pictures"]
+
+
+def advantage_of(config: Config) -> Callable[..., Tensor]:
+    """A function (plan, scores, log_density, knobs by name) -> prompts × edges. A user's own is held to that."""
+    name = config.advantage.name
+    if name in ADVANTAGES:
+        return ADVANTAGES[name]
+    own = find("advantage.name", name, ADVANTAGES)
+    knobs = knobs_of(config)
+    try:
+        inspect.signature(own).bind("plan", "scores", "log_density", **knobs)
+    except (TypeError, ValueError):  # ValueError: nobody can say what it takes
+        allowed = f"(plan, scores, log_density, **knobs), the knobs being {', '.join(knobs)}"
+        raise InputError("advantage.name", name, "does not take what an advantage is given", allowed) from None
+
+    def checked(plan: Plan, scores: Tensor, log_density: Tensor, **knobs: object) -> Tensor:
+        return _checked(name, own(plan, scores, log_density, **knobs), (len(scores), plan.edges))
+
+    return checked
+
+
+def knobs_of(config: Config, spread: float | None = None) -> dict[str, Any]:
+    """What an advantage is given by name. `spread` is the standard deviation of the epoch's leaves."""
+    knobs = asdict(config.advantage)
+    del knobs["name"]
+    knobs["spread"] = {"group": None, "batch": spread, "none": 1.0}[knobs.pop("std")]
+    return knobs
+
+
+def try_advantage(config: Config, plan: Plan) -> None:
+    """Ask it of two prompts with scores drawn by chance, so that what does not keep its contract is known before a
+    run.
+    """
+    address = torch.tensor([[0, 0, 0], [1, 0, 0]])
+    scores, density = (normal(fold(0, n), address, (count,)) for n, count in enumerate((len(plan.leaves), plan.edges)))
+    advantage_of(config)(plan, scores.double(), density, **knobs_of(config, 1.0))
+
+
+def _checked(name: str, answer: object, shape: tuple[int, int]) -> Tensor:
+    allowed = f"a float tensor of shape {shape}, prompts × edges"
+    if not isinstance(answer, Tensor):
+        raise InputError("advantage.name", name, f"returned a {type(answer).__name__}", allowed)
+    if answer.shape != shape:
+        raise InputError("advantage.name", name, f"returned shape {tuple(answer.shape)}", allowed)
+    if not answer.dtype.is_floating_point:
+        raise InputError("advantage.name", name, f"returned {answer.dtype}", allowed)
+    return answer

@@ -1,0 +1,59 @@
+"""Prompts encoded ahead of a run, shared out among the ranks; what was encoded before is not encoded again."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..config.schema import Config
+from ..data.prompts import Prompts, prompt_order
+from ..distributed.coordination import fail_together
+from ..models import model_class
+
+
+class Embedded(NamedTuple):
+    """What encoding ahead came to, on all ranks."""
+
+    texts: int
+    encoded: int
+    seconds: float
+    folder: str
+
+    def __str__(self) -> str:
+        done = f"{self.encoded} prompt(s) encoded in {self.seconds:.1f} s" if self.encoded else "none to encode"
+        return f"embeddings: {done}, {self.texts - self.encoded} kept from before, in {self.folder}"
+
+
+def precompute_embeddings(
+    config: Config, texts: Sequence[str], accelerator: Accelerator, verify: bool = True
+) -> Embedded | None:
+    """Encode what of these texts is not on disk yet; None for a model that encodes its prompts on the spot.
+
+    `verify` reads what is on disk, so that nothing is found damaged once the model is in memory.
+    """
+    embeddings = model_class(config).embeddings(config, accelerator.device)
+    if embeddings is None:
+        return None
+    start, rank, ranks = time.perf_counter(), accelerator.process_index, accelerator.num_processes
+    with fail_together(accelerator):  # all have looked before one writes, so all see the same list
+        missing = embeddings.missing(texts, verify)
+    columns = TextColumn("encoding prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=rank > 0 or not missing, transient=True) as bar:
+        task = bar.add_task("", total=len(missing[rank::ranks]))
+        with fail_together(accelerator):
+            embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
+        # On one disk this finds nothing; machines that share none encode the rest themselves.
+        with fail_together(accelerator):
+            embeddings.fill(embeddings.missing(texts, verify=False), config.prompts.batch_size)
+    count = len(dict.fromkeys([*embeddings.always, *texts]))
+    return Embedded(count, len(missing), time.perf_counter() - start, str(embeddings.folder))
+
+
+def texts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, start: int, count: int) -> list[str]:
+    """What a run will ask its text encoders: the prompts it deals out from a place on, and those of its evaluations."""
+    # Within a pass each prompt comes once, so that two passes hold them all wherever they begin.
+    chosen = prompt_order(len(prompts), start, min(count, 2 * len(prompts)), config.seed)
+    return [*(prompts.texts[i] for i in sorted(set(chosen))), *held_out.texts[: config.eval.num_prompts]]

@@ -1,0 +1,159 @@
+"""All trees of all prompts advance together, a level at a time, one model forward for each parent."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..config.schema import Config, SampleConfig
+from ..core.kernels import Coefficients, transition
+from ..core.noise import Key, normal
+from ..core.tensors import like
+from ..core.tree import Plan
+from ..models.base import Cond, Model
+from .batches import batches, settled, to_device
+
+
+@dataclass
+class Rollout:
+    """Every node's latent once, and every edge's log-density under the policy that drew it.
+
+    Latents are float32, as drawn: the update evaluates the density of exactly the child that was sampled.
+    """
+
+    plan: Plan
+    cond: Cond
+    latents: Float[Tensor, "prompts nodes *latent"]
+    log_density: Float[Tensor, "prompts edges"]  # 0 on deterministic edges, which have none
+    clean: Float[Tensor, "nodes *latent"] | None = None  # x̂0 at the first prompt's nodes, where asked for
+
+    @property
+    def leaves(self) -> Float[Tensor, "prompts leaves *latent"]:
+        return self.latents[:, self.plan.leaves]
+
+
+@torch.no_grad()
+def sample_trees(
+    model: Model,
+    plan: Plan,
+    cond: Cond,
+    key: Key,
+    prompt_ids: Int[Tensor, " prompts"],
+    config: SampleConfig,
+    keep_clean: bool = False,
+    start: Float[Tensor, "prompts roots *latent"] | None = None,
+    trained_batch: int = 0,
+) -> Rollout:
+    """Grow the plan's trees for every prompt. `prompt_ids` are global, so the noise does not depend on the rank.
+
+    `start` replaces the noise that trees grow from. `trained_batch` is the micro-batch of nodes that the update will
+    look at again, where they need one of their own.
+    """
+    prompts, device = len(cond), model.device
+    if start is None:
+        roots = addresses(plan, prompt_ids, torch.arange(plan.roots), device)
+        start = model.noise(key, roots).unflatten(0, (prompts, plan.roots))
+    frontier = start.to(device)
+    storage = torch.device("cpu") if config.offload else device
+    latents = torch.empty(prompts, plan.nodes, *model.latent_shape, device=storage)
+    log_density = torch.zeros(prompts, plan.edges, device=device)
+    clean = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_clean else None
+    latents[:, : plan.roots] = frontier
+    # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
+    table = Coefficients(*(to_device(c.float(), device) for c in plan.coefficients))
+    timestep, momentum = to_device(plan.timestep.float(), device), to_device(plan.multistep_coefficient.float(), device)
+    to_clean = tuple(to_device(c.float(), device) for c in plan.x0_coefficients)
+    before = frontier if bool(plan.multistep.any()) else None  # x̂0 at the parents of the frontier's nodes
+    first = 0  # the number of the frontier's first node
+    for stochastic, levels in itertools.groupby(plan.levels, lambda level: bool(plan.stochastic[level.edges].any())):
+        # What the update will look at again goes through its own code; the way to the leaves only has to be quick.
+        alike = stochastic and trained_batch > 0
+        size = trained_batch if alike else settled(config.batch_size)
+        sizes = model.update_batch_sizes if alike else (model.min_batch_size,)
+        with model.update_numerics() if stochastic else model.fast_sampling():
+            for level in levels:
+                parents, slot = to_device(level.parents, device), to_device(level.slot, device)
+                children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
+                x = frontier[:, parents - first]
+                v = predict(model, x, timestep[parents], cond, size, config.pad_batches, sizes)
+                if clean is not None:
+                    clean[parents] = predict_x0(to_clean, parents, x[:1], v[:1])[0]
+                gaussian = transition(
+                    x[:, slot].flatten(0, 1),
+                    v[:, slot].flatten(0, 1),
+                    Coefficients(*(c[level.edges].repeat(prompts) for c in table)),
+                )
+                if before is not None:
+                    here = predict_x0(to_clean, parents, x, v)
+                    change = (here - before[:, parents - first])[:, slot]
+                    gaussian.mean.add_((_spread(momentum[level.edges], x) * change).flatten(0, 1))
+                    before = here[:, slot]
+                if stochastic:
+                    where = addresses(plan, prompt_ids, plan.child[level.edges], device)
+                    drawn = gaussian.sample(normal(key, where, model.latent_shape))
+                    log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, -1))
+                else:
+                    drawn = gaussian.mean
+                frontier = drawn.unflatten(0, (prompts, -1))
+                latents[:, children] = frontier.to(storage)
+                first = children.start
+    if clean is not None:
+        leaves = to_device(plan.leaves, device)
+        clean[leaves] = latents[0, leaves.to(storage)].to(device)
+    return Rollout(plan, cond, latents, log_density, clean)
+
+
+def trained_batch(model: Model, config: Config) -> int:
+    """Nodes that the update looks at again go through its own code where that is compiled, and so in its micro-batches;
+    0 where it makes no difference.
+    """
+    return settled(config.train.batch_size) if model.compiled else 0
+
+
+def predict_x0(
+    coefficients: tuple[Float[Tensor, " nodes"], ...],
+    nodes: Int[Tensor, " n"],
+    x: Float[Tensor, "prompts n *latent"],
+    v: Float[Tensor, "prompts n *latent"],
+) -> Float[Tensor, "prompts n *latent"]:
+    """x̂0, what the model takes the clean sample to be, at some nodes; `coefficients` are the plan's."""
+    a, b = (_spread(c[nodes], x) for c in coefficients)
+    return a * x + b * v
+
+
+def _spread(values: Float[Tensor, " n"], x: Float[Tensor, "prompts m *latent"]) -> Tensor:
+    """One value a node (or edge), shaped so that it multiplies latents like those of x."""
+    return like(values, x).view(-1, *[1] * (x.ndim - 2))
+
+
+def addresses(
+    plan: Plan, prompt_ids: Int[Tensor, " prompts"], nodes: Int[Tensor, " n"], device: torch.device
+) -> Int[Tensor, "prompts_n 3"]:
+    """Where each draw stands: (global prompt, tree, number within the tree), prompt by prompt."""
+    prompt = prompt_ids.repeat_interleave(len(nodes))
+    tree, number = (values[nodes].repeat(len(prompt_ids)) for values in (plan.tree, plan.index_in_tree))
+    return to_device(torch.stack([prompt, tree, number], 1), device)
+
+
+def predict(
+    model: Model,
+    x: Float[Tensor, "prompts n *latent"],
+    t: Float[Tensor, " n"],
+    cond: Cond,
+    batch_size: int,
+    pad: bool,
+    sizes: Sequence[int],
+) -> Float[Tensor, "prompts n *latent"]:
+    """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call."""
+    prompts, n = x.shape[:2]
+    flat, times = x.flatten(0, 1), t.repeat(prompts)
+    out = torch.empty_like(flat)
+    for batch in batches(prompts * n, batch_size, pad, sizes):
+        index = to_device(batch.rows, x.device)
+        # Detached at once: the next call must find the memory of what a gradient would have needed free.
+        v = model.predict(flat[index], times[index], cond[index // n]).detach()
+        out[index[: batch.valid]] = v[: batch.valid]
+    return out.unflatten(0, (prompts, n))

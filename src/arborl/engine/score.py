@@ -1,0 +1,154 @@
+"""Leaves decoded and scored in bounded memory, and cheap statistics of their pictures."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.errors import InputError
+from ..data.prompts import Prompts
+from ..models.base import Model
+from ..rewards.base import Answers, Failures, Rewards, Scores
+from .batches import batches
+
+
+def as_bytes(pictures: Shaped[Tensor, "n *picture"]) -> Tensor:
+    """Pictures or videos in [0, 1] as uint8, rounded."""
+    return (pictures * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+def stills(pictures: Shaped[Tensor, "n *picture"]) -> Shaped[Tensor, "n 3 height width"]:
+    """Pictures as they are; of videos the frame in the middle."""
+    return pictures if pictures.ndim == 4 else pictures[:, pictures.shape[1] // 2]
+
+
+DARK, VIVID, EDGE = 0.05, 0.9, 0.1
+"""Luma below which a pixel is dark, spread of its channels above which it is saturated, step that makes an edge."""
+
+
+BINS = 8
+
+
+THUMBNAIL = 16
+
+
+def statistics(images: Float[Tensor, "n 3 height width"]) -> dict[str, Float[Tensor, " n"]]:
+    """Cheap numbers of each picture: shares of dark and of saturated pixels, colour entropy in bits (of 8×8×8 bins, so
+    0 to 9), share of pixels on an edge.
+    """
+    images = images.float().nan_to_num().clamp(0, 1)
+    luma = (images * images.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1)
+    steps = functional.pad(luma.diff(dim=2).abs(), (0, 1)) + functional.pad(luma.diff(dim=1).abs(), (0, 0, 0, 1))
+    bins = (images * BINS).long().clamp(max=BINS - 1).flatten(2)
+    colour = bins[:, 0] * BINS**2 + bins[:, 1] * BINS + bins[:, 2]
+    offset = torch.arange(len(images), device=images.device)[:, None] * BINS**3
+    counts = torch.bincount((colour + offset).flatten(), minlength=len(images) * BINS**3).view(len(images), -1)
+    share = counts / colour.shape[1]
+    return {
+        "dark": (luma < DARK).float().mean((1, 2)),
+        "saturated": (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2)),
+        "entropy": torch.special.entr(share).sum(1) / math.log(2),
+        "edges": (steps > EDGE).float().mean((1, 2)),
+    }
+
+
+def thumbnails(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 16 16"]:
+    """What is left of pictures that are to be told apart."""
+    return functional.adaptive_avg_pool2d(images.float().nan_to_num(), THUMBNAIL).cpu()
+
+
+def diversity(leaves: Float[Tensor, "prompts leaves 3 16 16"]) -> Float[Tensor, " prompts"]:
+    """How far a prompt's leaves are from one another: mean distance of two thumbnails, in pixel values."""
+    flat = leaves.flatten(2)
+    count = flat.shape[1]
+    if count < 2:
+        return flat.new_zeros(len(flat))
+    distance = torch.cdist(flat, flat) / math.sqrt(flat.shape[-1])
+    return distance.sum((1, 2)) / (count * (count - 1))
+
+
+class Scored(NamedTuple):
+    """What became of some leaves: their scores, what their pictures are like, and the first pictures themselves."""
+
+    scores: Scores
+    statistics: dict[str, Float[Tensor, "prompts leaves"]]  # none where they were not asked for
+    thumbnails: Float[Tensor, "prompts leaves 3 16 16"]
+    pictures: Tensor  # uint8, n×3×H×W
+
+
+@torch.no_grad()
+def decode_and_score(
+    model: Model,
+    rewards: Rewards,
+    leaves: Float[Tensor, "prompts leaves *latent"],
+    prompts: Prompts,
+    batch_size: int,
+    keep_pictures: int = 0,
+    measured: bool = False,
+    stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
+) -> Scored:
+    """All leaves, decoded and scored a few at a time; the first `keep_pictures` pictures come back too, and where it is
+    asked for what the pictures are like. Inside `stage("decode")` they are decoded.
+    """
+    count = leaves.shape[1]
+    flat, captions = leaves.flatten(0, 1), prompts.repeat(count)
+    answers: list[dict[str, Tensor]] = []
+    like: list[dict[str, Tensor]] = []
+    small: list[Tensor] = []
+    lost: dict[str, Failures] = {}
+    pictures = [torch.empty(0, dtype=torch.uint8)]
+    pending: Future[Answers] | None = None
+
+    def keep(answer: Answers) -> None:
+        answers.append(answer.scores)
+        for name, (more, why) in answer.lost.items():
+            lost[name] = Failures(more + (lost[name].pictures if name in lost else 0), why)
+
+    with ThreadPoolExecutor(1) as other, rewards.cancelled():
+        for batch in batches(len(flat), batch_size):
+            index = batch.rows.tolist()
+            with stage("decode"):
+                images = model.decode(flat[batch.rows].to(model.device))
+            if pending:
+                keep(pending.result())
+            some = captions.take(index)
+            if rewards.elsewhere:  # servers score these while the next are decoded
+                pending = other.submit(torch.no_grad()(rewards.__call__), images, some.texts, some.columns)
+            else:
+                keep(rewards(images, some.texts, some.columns))
+            shown = stills(images)
+            like.append({name: values.cpu() for name, values in statistics(shown).items()} if measured else {})
+            small.append(thumbnails(shown))
+            if index[0] < keep_pictures:
+                pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
+        if pending:
+            keep(pending.result())
+    parts = {name: values.view(-1, count) for name, values in _joined(answers).items()}
+    return Scored(
+        rewards.combine(parts, lost),
+        {name: torch.cat([some[name] for some in like]).view(-1, count) for name in like[0]},
+        torch.cat(small).unflatten(0, (-1, count)),
+        torch.cat(pictures[1:] or pictures),
+    )
+
+
+def _joined(answers: list[dict[str, Tensor]]) -> dict[str, Float[Tensor, " n"]]:
+    """The answers to all calls, one after another; where a reward scored nothing it may have named no parts."""
+    names = list(dict.fromkeys(name for answer in answers for name in answer))
+    for answer in answers:
+        missing = [name for name in names if name not in answer]
+        if different := [name for name in missing if not answer[name.split("/")[0]].isnan().all()]:
+            problem = f"a reward named its parts differently from one call to the next ({', '.join(different)})"
+            raise InputError("rewards", None, problem)
+    none = torch.tensor(torch.nan)
+    rows = [
+        torch.cat([answer.get(name, none.expand(len(next(iter(answer.values()))))) for answer in answers])
+        for name in names
+    ]
+    return dict(zip(names, rows, strict=True))

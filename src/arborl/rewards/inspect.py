@@ -1,0 +1,124 @@
+"""What of the rewards is here, and whether one works: `arborl rewards`."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+from torch import Tensor
+from torch.nn import functional
+
+from ..config.schema import Config, RewardConfig
+from ..core.errors import InputError
+from ..worlds.mixture import DOT, PIXELS, TINT
+from ..worlds.scenes.grammar import describe
+from ..worlds.scenes.render import render
+from .base import Reward, Rewards, make_reward
+from .catalog import BUILT_IN
+
+SIDE, FRAMES = 512, 17
+
+
+class State(NamedTuple):
+    """A built-in reward, and what it lacks; nothing if it is ready."""
+
+    name: str
+    lacks: str
+
+
+def states(config: Config) -> list[State]:
+    """Every built-in reward with its configured files."""
+    found: list[State] = []
+    for name in BUILT_IN:
+        try:
+            make_reward(name, config.rewards.get(name, RewardConfig()), config.model.path)
+            found.append(State(name, ""))
+        except InputError as error:
+            found.append(State(name, str(error)))
+    return found
+
+
+def named(spec: str, config: Config) -> tuple[str, Reward]:
+    """A reward by its name, or by package.module:function; with the settings that `rewards.<name>` has."""
+    name = spec.rsplit(":", 1)[-1]
+    settings = config.rewards.get(name, RewardConfig())
+    settings.fn = settings.fn or spec
+    return name, make_reward(name, settings, config.model.path)
+
+
+class Trial(NamedTuple):
+    scores: dict[str, float]
+    load: float  # seconds of the first call, which loads what is to be loaded
+    again: float  # seconds of the next
+    size: str
+    device: str
+
+
+def try_out(
+    spec: str, config: Config, picture: Path | None = None, prompt: str | None = None, device: str | None = None
+) -> Trial:
+    """Score one picture, the user's or one that is drawn for it, twice."""
+    name, reward = named(spec, config)
+    image, text = example(spec if spec in BUILT_IN else name)
+    image, text = image if picture is None else read_picture(picture), text if prompt is None else prompt
+    where = usable(device)
+    load, _ = _timed(name, reward, image, text, where)
+    again, scores = _timed(name, reward, image, text, where)
+    return Trial(scores, load, again, "×".join(str(side) for side in reversed(image.shape[-2:])), str(where))
+
+
+def warm_up(name: str, reward: Reward, device: torch.device) -> None:
+    """Load what a built-in reward has to load, or say why it cannot be."""
+    _timed(name, reward, *example(name), device)
+
+
+def _timed(
+    name: str, reward: Reward, image: Tensor, prompt: str, device: torch.device
+) -> tuple[float, dict[str, float]]:
+    if getattr(reward, "of_videos", False):
+        image = image[None].expand(FRAMES, -1, -1, -1)
+    start = time.perf_counter()
+    scores, lost = Rewards({name: reward}, {name: 1.0})(image[None].to(device), [prompt], {})
+    if lost:
+        raise InputError(f"rewards.{name}", None, lost[name].why)
+    return time.perf_counter() - start, {part: float(values[0]) for part, values in scores.items()}
+
+
+def usable(device: torch.device | str | None) -> torch.device:
+    """The device of this name, or the best there is."""
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        raise InputError("--device", device, str(error).splitlines()[0]) from None
+
+
+def read_picture(path: Path) -> Tensor:
+    """A picture file as 3×H×W in [0, 1]."""
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise InputError("--picture", path, "has more than 8 bits a channel", "a PNG, JPEG or WebP file of 8")
+            pixels = np.asarray(image.convert("RGB"))
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as error:
+        raise InputError("--picture", path, f"cannot be read ({error})", "a PNG, JPEG or WebP file") from None
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1) / 255
+
+
+def example(name: str) -> tuple[Tensor, str]:
+    """A picture that suits a reward, and its prompt."""
+    if name == "ocr":
+        canvas = Image.new("RGB", (SIDE, SIDE), "white")
+        ImageDraw.Draw(canvas).text((90, 200), "OPEN", fill="black", font=ImageFont.load_default(120))
+        return torch.from_numpy(np.asarray(canvas).copy()).permute(2, 0, 1) / 255, 'a sign that says "OPEN"'
+    if name == "place":
+        x, y = torch.meshgrid(torch.arange(PIXELS), torch.arange(PIXELS), indexing="xy")
+        dot = torch.exp(-((x - PIXELS / 4) ** 2 + (y - PIXELS / 4) ** 2) / (2 * DOT**2))
+        return torch.tensor(TINT).view(3, 1, 1) * dot, "a dot at the top left"
+    scene: Sequence[int] = (0, 0, 0, 0, 1)
+    side = 64 if name == "scene" else SIDE
+    picture = render(torch.tensor([scene]))
+    return functional.interpolate(picture, (side, side), mode="bilinear")[0].clamp(0, 1), describe(scene)

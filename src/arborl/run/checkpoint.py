@@ -1,0 +1,256 @@
+"""The state after whole epochs, on disk. Noise and prompts are functions of the seed and of what is counted here.
+
+A checkpoint is a folder of safetensors, whole tensors under the model's own names however many processes trained them,
+with a `SHA256SUMS` that `sha256sum -c` reads too. It is written aside and renamed into place, and none is trusted whose
+files are not what that list says.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..core.errors import InputError
+from ..distributed.fsdp import gathered, placed_like, whole
+from ..engine.state import State, copy_into
+from ..tools.files import sync, umask
+
+VERSION = 2
+
+
+SUMS = "SHA256SUMS"
+
+
+COUNTERS = ("epoch", "prompts", "broken", "forwards", "forward_backwards")
+
+
+def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> None:
+    """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
+    if state.epoch == state.saved:
+        return
+    _write(state, folder / f"epoch_{state.epoch:06d}", True, writes)
+    state.saved = state.epoch
+    for old in checkpoints(folder)[:-keep] if writes else ():
+        _remove(old)
+
+
+def save_best(state: State, folder: Path, writes: bool = True) -> None:
+    """The weights alone, apart from the others and in the place of those that were the best before."""
+    _write(state, folder / "best", False, writes)
+
+
+def _write(state: State, target: Path, with_optimizer: bool, writes: bool) -> None:
+    state.ema.restore()
+    tensors = _contents(state, with_optimizer)
+    if not writes:
+        _take_part(state, tensors)
+        return
+    try:
+        aside = _hidden(target, "tmp")
+        _remove(aside)
+        aside.mkdir(parents=True)
+        for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
+            save_file({name: whole(tensor) for _, name, tensor in group}, aside / file)
+        head = {"version": VERSION} | {name: getattr(state, name) for name in COUNTERS}
+        head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list}
+        (aside / "state.json").write_text(json.dumps(head))
+        _seal(aside)
+        _put(aside, target)
+    except Exception as error:
+        _remove(_hidden(target, "tmp"))  # on a full disk it is the room that the next needs
+        _take_part(state, tensors)
+        if isinstance(error, OSError | SafetensorError):
+            raise InputError("log.dir", target.parent, f"could not write a checkpoint ({error})") from None
+        raise
+
+
+def _take_part(state: State, tensors: Iterator[tuple[str, str, Tensor]]) -> None:
+    """Where weights are split the one that writes needs everyone's parts, and all must see it to the end."""
+    for _, _, tensor in tensors if state.sharded else ():
+        gathered(tensor)
+
+
+def _contents(state: State, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """What a checkpoint holds, as (file, name, tensor): a host never needs more than one copy of the weights."""
+    files: dict[str, Mapping[str, Tensor]] = {"weights.safetensors": state.parameters}
+    if state.ema.decay:
+        files["ema.safetensors"] = state.ema.average
+    if with_optimizer:
+        found = {name: state.optimizer.state.get(p, {}) for name, p in state.parameters.items()}
+        for slot in sorted({slot for held in found.values() for slot in held}):
+            kept = {name: held[slot] for name, held in found.items() if slot in held}
+            files[f"optimizer.{slot}.safetensors"] = kept
+    return ((file, name, tensor) for file, tensors in files.items() for name, tensor in tensors.items())
+
+
+def load_checkpoint(state: State, path: Path) -> None:
+    """Take over a checkpoint that was found sound."""
+    head = read_header(path)
+    load_weights(state.parameters, path / "weights.safetensors")
+    # An average that is switched on later begins with the weights it finds.
+    average = _tensors(weights_of(path))
+    state.ema.average = {name: placed_like(p.detach(), average[name]) for name, p in state.parameters.items()}
+    slots = {file.name.split(".")[1]: _tensors(file) for file in path.glob("optimizer.*.safetensors")}
+    found: dict[int, dict[str, Tensor]] = {}
+    for number, (name, parameter) in enumerate(state.parameters.items()):
+        mine = {slot: tensors[name] for slot, tensors in slots.items() if name in tensors}
+        placed = {s: placed_like(parameter.detach(), t) if t.shape == parameter.shape else t for s, t in mine.items()}
+        found |= {number: placed} if placed else {}
+    # The groups hold learning rate and decay: those of this run's settings, not of before.
+    state.optimizer.load_state_dict({"state": found, "param_groups": state.optimizer.state_dict()["param_groups"]})
+    state.ema.steps = head["ema_steps"]
+    for name in COUNTERS:
+        setattr(state, name, head[name])
+    state.saved = state.epoch
+
+
+def drop_best_from(folder: Path, epoch: int) -> None:
+    """A run that goes on from an epoch has not had the evaluations after it: what was best among them goes."""
+    best = folder / "best"
+    if best.is_dir() and (problem_with(best) or read_header(best)["epoch"] >= epoch):
+        _remove(best)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    found = [path for path in folder.glob("epoch_*") if re.fullmatch(r"epoch_\d{6,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("epoch_")))
+
+
+def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint of a run that can be trusted, None if it ended before its first; and what is wrong with
+    those that are newer still.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(checkpoints(run / "checkpoints")):
+        problem = problem_with(path)
+        if problem is None:
+            return path, damaged
+        damaged[path] = problem
+    if damaged:
+        told = "; ".join(f"{path.name} {problem}" for path, problem in damaged.items())
+        raise InputError(
+            "run", run, f"none of its checkpoints is whole ({told})", "a copy of one of them, or a new run"
+        )
+    return None, damaged
+
+
+def quarantine(path: Path) -> Path:
+    """Put a damaged checkpoint where nobody takes it for one."""
+    target = path.with_name(f"damaged_{path.name}")
+    _remove(target)
+    return path.rename(target)
+
+
+def remove_partial(folder: Path) -> None:
+    """What was left half written or half removed goes."""
+    for left in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
+        _remove(left)
+
+
+def problem_with(path: Path) -> str | None:
+    """What tells that a checkpoint is not what was written, byte for byte; None for a sound one."""
+    try:
+        listed = dict(_line(line) for line in (path / SUMS).read_bytes().decode("ascii").splitlines(keepends=True))
+        found = {file.name for file in path.iterdir()} - {SUMS}
+        if listed.keys() != found or "state.json" not in listed:
+            differ = ", ".join(sorted(listed.keys() ^ found)) or "state.json"
+            return f"has other files than its {SUMS} says ({differ})"
+        sums = _sums([path / name for name in listed])
+    except FileNotFoundError as error:
+        return f"is not complete (no {Path(error.filename).name})"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    wrong = [name for name, digest in listed.items() if sums[name] != digest]
+    return f"is damaged ({', '.join(wrong)} is not what was written)" if wrong else None
+
+
+def weights_of(path: Path) -> Path:
+    """The weights to look at in a checkpoint: the average where there is one."""
+    average = path / "ema.safetensors"
+    return average if average.is_file() else path / "weights.safetensors"
+
+
+def load_weights(parameters: dict[str, nn.Parameter], path: Path) -> None:
+    """Put saved weights into a model; names and shapes must be exactly the model's."""
+    tensors = _tensors(path)
+    wrong = {n for n, t in tensors.items() if n not in parameters or parameters[n].shape != t.shape}
+    wrong |= parameters.keys() - tensors.keys()
+    if wrong:
+        raise InputError("checkpoint", path, f"does not fit the model ({len(wrong)} tensors, such as {min(wrong)})")
+    copy_into(parameters, tensors)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    try:
+        head = json.loads((path / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError("checkpoint", path, f"cannot be read ({error})") from None
+    if head.get("version") != VERSION:
+        raise InputError("checkpoint", path, f"has version {head.get('version')}", str(VERSION))
+    return head
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError("checkpoint", path, f"cannot be read ({error})") from None
+
+
+def _seal(folder: Path) -> None:
+    """List what the folder holds, and have all of it on the disk: a machine may fail as well as a process."""
+    files = sorted(folder.iterdir())
+    for file in files:
+        file.chmod(0o666 & ~umask())  # safetensors are written for the user alone
+    sums = _sums(files)
+    (folder / SUMS).write_text("".join(f"{sums[file.name]}  {file.name}\n" for file in files))
+    for path in (*files, folder / SUMS, folder):
+        sync(path)
+
+
+def _put(aside: Path, target: Path) -> None:
+    """A finished folder in the place of what was there before."""
+    old = _hidden(target, "old")
+    _remove(old)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    sync(target.parent)
+    _remove(old)
+
+
+def _sums(files: list[Path]) -> dict[str, str]:
+    def digest(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([file.name for file in files], pool.map(digest, files), strict=True))
+
+
+def _line(text: str) -> tuple[str, str]:
+    found = re.fullmatch(r"([0-9a-f]{64})  ([a-z_.]+)\n", text)
+    if not found:
+        raise ValueError(f"{SUMS} is damaged")
+    return found[2], found[1]
+
+
+def _hidden(target: Path, suffix: str) -> Path:
+    return target.parent / f".{target.name}.{suffix}"
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight first, so that what is left of it when we are killed is not taken for the whole."""
+    if folder.is_dir():
+        hidden = folder if folder.name.startswith(".") else folder.rename(_hidden(folder, "old"))
+        shutil.rmtree(hidden, ignore_errors=True)  # a file that is open elsewhere, on NFS, goes at the next resume

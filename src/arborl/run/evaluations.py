@@ -1,0 +1,92 @@
+"""Evaluations while a run goes on, and what is concluded from them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..config.schema import Config
+from ..data.prompts import Prompts
+from ..distributed.coordination import Coordinator
+from ..distributed.gather import any_rank
+from ..engine.evaluate import Evaluation, evaluate
+from ..engine.state import State
+from ..models import Model
+from ..rewards import Rewards
+from ..tools.files import write_atomically
+from .drawings import sheet
+from .folder import finite
+from .logger import Logger
+from .reward_hacking import best, hacking
+
+
+@dataclass
+class Evaluations:
+    """The run's evaluations: pictures and scores of held-out prompts, which weights are the best, reward hacking."""
+
+    config: Config
+    accelerator: Accelerator
+    model: Model
+    rewards: Rewards
+    prompts: Prompts
+    state: State
+    logger: Logger
+    coordinator: Coordinator
+    newest: tuple[int, Evaluation] | None = None  # and after how many epochs
+    first: Evaluation | None = None
+    hacked: bool = False  # eval.watch=stop saw reward hacking
+
+    def at(self, epoch: int, save_best: Callable[[], None]) -> Evaluation:
+        """Score the held-out pictures, keep the weights if they are the best so far, and look for reward hacking."""
+        if self.newest and self.newest[0] == epoch:
+            return self.newest[1]
+        with self.state.ema.applied():
+            found = evaluate(self.model, self.rewards, self.prompts, self.config, self.coordinator)
+        self.newest, self.first = (epoch, found), self.first or found
+        with self.coordinator.independent():
+            if self.accelerator.is_main_process and len(found.pictures):
+                captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
+                with self.logger.writing():
+                    path = self.logger.folder / "samples" / f"epoch_{epoch:06d}.png"
+                    boxes = sheet(found.pictures, captions, path)
+                    pictures = [shown | {"box": box} for shown, box in zip(found.shown(), boxes, strict=True)]
+                    index = {"format": "arborl.sheet", "version": 1, "epoch": epoch, "pictures": pictures}
+                    write_atomically(path.with_suffix(".json"), json.dumps(index, indent=1, ensure_ascii=False))
+                self.logger.show("samples", epoch, path, captions, found.pictures)
+        shown = ", ".join(
+            f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
+            + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")
+            for name in self.rewards.functions
+        )
+        self.logger.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}")
+        for problem in found.problems:
+            self.logger.warn_once(f"{problem}, in an evaluation")
+        signs: list[str] = []
+        is_best = False
+        with self.coordinator.independent():
+            if self.accelerator.is_main_process:
+                rows = [*self.logger.read_metrics(), {"epoch": epoch} | finite(found.metrics())]
+                is_best = self._is_best(epoch, rows)
+                if self.config.eval.watch != "off":
+                    aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
+                    signs = hacking(rows, aims, self.rewards.watched)
+        if any_rank(is_best, self.accelerator):
+            save_best()
+        if signs:
+            told = f"{signs[0]}, but {', '.join(signs[1:])}"
+            self.logger.warn_once(f"after {epoch} epochs this looks like reward hacking: {told}")
+        if self.config.eval.watch == "stop":
+            self.hacked = any_rank(bool(signs), self.accelerator)
+        return found
+
+    @property
+    def best_by(self) -> str:
+        """The reward that says which weights are the best."""
+        weighed = [name for name in self.rewards.functions if self.rewards.weights[name]]
+        return self.config.eval.best or [*self.rewards.watched, *weighed][0]
+
+    def _is_best(self, epoch: int, rows: list[dict[str, Any]]) -> bool:
+        """Untrained weights are not kept: the model has them."""
+        return epoch > 0 and best(rows, self.best_by, self.rewards.aims[self.best_by]) is rows[-1]

@@ -1,0 +1,124 @@
+"""A run on disk: the names of its files, its metrics, and how its folder is claimed."""
+
+import errno
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import save_config, with_whole_paths
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..tools.files import sync, umask
+
+STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
+
+
+LOCK = ".lock"
+"""In a run's folder, held by the process that writes there."""
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run's metrics.jsonl; a last one that a kill cut short is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
+    return [_row(folder, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _row(folder: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError
+        return row
+    except ValueError:
+        problem = f"line {number} of its metrics.jsonl is damaged"
+        raise InputError("run", folder, problem, "the run without that line") from None
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN: a number that is none is null."""
+    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+
+
+def training_seconds(row: dict[str, Any]) -> float:
+    """What an epoch took, evaluation apart."""
+    return row["step_time"] - row.get("time/evaluate", 0.0)
+
+
+def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Where the time went, over all logged epochs."""
+    return {name: sum(row.get(f"time/{name}") or 0.0 for row in rows) for name in STAGES}
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting of a configuration by its key."""
+    return _flat(asdict(config))
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted keys with plain values, as trackers want them."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """The settings that differ, each as `key: old -> new`."""
+    old, new = flat(before), flat(after)
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def check_folder(config: Config, resume: Path | None) -> None:
+    """A run is never overwritten: its name must be new, or it is the one that goes on."""
+    folder = Path(config.log.dir) / config.run_name
+    if resume and not (resume / "config.yaml").is_file():
+        raise InputError("run", resume, "is not a run folder (it has no config.yaml)")
+    if not resume and config.run_name != "auto" and folder.exists():
+        raise _taken(config, folder)
+
+
+def _taken(config: Config, folder: Path) -> InputError:
+    return InputError("run_name", config.run_name, f"{folder} exists", f"another name, or --resume {folder}")
+
+
+def claim_folder(config: Config) -> Path:
+    """Make `<log.dir>/<run_name>` with the settings in it; `auto` takes the next free number.
+
+    Made aside and renamed, so that no run folder is ever without its settings; whoever's rename comes first has it.
+    """
+    base, number = Path(config.log.dir), 0
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=base))
+    except OSError as error:
+        raise InputError("log.dir", base, f"cannot be written to ({error.strerror})") from None
+    try:
+        aside.chmod(0o777 & ~umask())
+        while True:
+            number += 1
+            name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
+            folder = base / name
+            if folder.exists() and config.run_name == "auto":
+                continue
+            save_config(replace(with_whole_paths(config), run_name=name), aside / "config.yaml")
+            sync(aside / "config.yaml")
+            try:
+                if folder.exists():
+                    raise FileExistsError
+                return aside.rename(folder)
+            except OSError as error:
+                if error.errno not in (None, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                if config.run_name != "auto":
+                    raise _taken(config, folder) from None
+    except OSError as error:
+        raise InputError("log.dir", base, f"cannot make a run folder ({error.strerror})") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

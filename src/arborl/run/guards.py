@@ -1,0 +1,101 @@
+"""What may silently be wrong with a run, looked for while it runs."""
+
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..data.prompts import LocalPrompts
+from ..distributed.coordination import Coordinator
+from ..distributed.gather import gather, gather_words
+from ..engine.checks import groups_of_leaves, ratio_bound, spread, spread_of, steps_of, transitions
+from ..engine.rollout import Rollout
+from ..engine.update import Stats
+from ..models import Model
+from ..rewards import Rewards, Scores
+from .logger import Logger
+
+
+@dataclass
+class Guards:
+    """Checks of a run's first epochs and of every epoch's rewards. Each says once what should not be."""
+
+    config: Config
+    accelerator: Accelerator
+    model: Model
+    rewards: Rewards
+    logger: Logger
+    coordinator: Coordinator
+    looked: bool = False  # at the first rollout
+    examined: bool = False  # the first updates: their ratio, and where their gradients came to
+    reached: dict[str, bool] = field(default_factory=dict)  # by gradients so far, of the groups of trained weights
+    steps: int = 0  # since this process began
+
+    def tell_failures(self, scores: Scores, share: LocalPrompts, epoch: int) -> None:
+        """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
+        leaves = share.total * scores.total.shape[1]
+        for name in self.rewards.trained.functions:
+            mine = scores.lost.get(name)
+            lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
+            why = "; ".join(gather_words([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
+            if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
+                problem = f"failed on {lost} of the {leaves} leaves of epoch {epoch} ({why})"
+                error = InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
+                raise self.coordinator.raised_by_all(error)
+            if lost:
+                self.logger.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
+
+    def look_at(self, record: Rollout, scores: Scores, share: LocalPrompts) -> None:
+        """Once, at a run's first epoch: is the log-density that of the noise drawn, and do leaves differ in score?"""
+        if self.looked:
+            return
+        self.looked = True
+        steps = steps_of(self.model, record, self.config)
+        self.logger.warn_if_wrong(transitions(steps, ratio_bound(self.model, self.accelerator))[1])
+        found = spread_of(gather(scores.total.float(), self.accelerator)[: share.total], groups_of_leaves(record.plan))
+        self.logger.warn_if_wrong(spread({0: found}, 0))
+
+    def check(self, metrics: dict[str, float], stats: Stats) -> None:
+        """Say once what should not be: a first update whose densities are not the rollout's; weights that no gradient
+        reaches; broken gradients.
+        """
+        if metrics["reward"] != metrics["reward"]:
+            self.logger.warn_once(
+                "no leaf got a score this epoch, so nothing was trained: the reward answered NaN alone"
+            )
+        elif not metrics["steps"] and not metrics["steps_nonfinite"]:
+            self.logger.warn_once("no prompt's leaves differ in score this epoch, so there was nothing to learn")
+        if metrics["steps_nonfinite"]:
+            self.logger.warn_once("a gradient was not finite and its step was left out (steps_nonfinite counts them)")
+        if self.examined or not metrics["steps"]:
+            return
+        if not self.steps:
+            self._check_first(metrics["ratio_error"], stats)
+        self.steps += stats.steps
+        self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
+        self.examined = self.steps > 1  # a last layer that starts at zero lets gradients through from the second step
+        missed = [name for name, found in self.reached.items() if not found]
+        if self.examined and missed:
+            some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
+            self.logger.warn_once(
+                f"no gradient reached {len(missed)} of {len(self.reached)} groups of trained weights in the first "
+                f"steps, so they stay as they are: {some}"
+            )
+
+    def _check_first(self, ratio_error: float, stats: Stats) -> None:
+        """At the first step weights are the rollout's own, and gradients must be everyone's."""
+        if stats.unequal:
+            problem = (
+                f"{len(stats.unequal)} gradients differ between them after the first backward pass, such as that of "
+                f"{stats.unequal[0]}: they are not synchronised, and every process would train a model of its own"
+            )
+            raise self.coordinator.raised_by_all(InputError("processes", self.accelerator.num_processes, problem))
+        bound = ratio_bound(self.model, self.accelerator)
+        if not ratio_error <= bound:
+            self.logger.warn_once(
+                f"the first update's ratio is off by {ratio_error:.1e} (rounding explains {bound:.0e}): the "
+                "rollout drew from another policy than the update evaluates. Look for dropout, a changed dtype or a "
+                "reward that touches the model; sample.pad_batches=true with equal batch sizes rules out rounding"
+            )

@@ -1,0 +1,219 @@
+"""What a run writes and shows while it goes on: metrics, trackers, messages, progress."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..config import save_config, with_whole_paths
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..distributed.coordination import fail_together
+from ..engine.checks import Finding
+from ..tools.files import sync, take, write_atomically
+from .folder import (
+    LOCK,
+    STAGES,
+    claim_folder,
+    finite,
+    flat,
+    read_metrics,
+    training_seconds,
+)
+from .trackers import show, start
+
+BLOCKS = 24
+"""Length of the bar that shows where an epoch's time went, all stages together."""
+
+
+class Logger:
+    """Where a run writes. On ranks other than the first nothing is written or shown."""
+
+    def __init__(
+        self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int, quiet: bool = False
+    ) -> None:
+        self.accelerator, self.main = accelerator, accelerator.is_main_process
+        self.seconds: dict[str, float] = {}  # of this epoch, by stage
+        self.inside: list[float] = []  # seconds that stages within the open ones took
+        self.trained = 0.0  # seconds of all epochs, evaluation apart
+        self.warned: set[str] = set()
+        self.console = Console(stderr=True, quiet=quiet or not self.main, highlight=False)
+        with fail_together(accelerator):
+            name = [str(resume or (claim_folder(config) if self.main else ""))]
+        self.folder = Path(broadcast_object_list(name)[0])
+        config.run_name = self.folder.name
+        with fail_together(accelerator):
+            with self.writing():
+                self.lock = take(self.folder / LOCK) if self.main else None
+            if self.main and resume:
+                self._take_over(config, epoch)
+        accelerator.project_configuration.logging_dir = str(self.folder)
+        self._hook, threading.excepthook = threading.excepthook, self._thread_failed
+        with fail_together(accelerator), self.writing():
+            start(accelerator, self.folder, epoch, resume is not None, flat(config))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, less those within it; on a GPU until its work is done, so that the split is true."""
+        start = time.perf_counter()
+        self.inside.append(0.0)
+        try:
+            yield
+        finally:
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.synchronize()
+            spent = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self.inside.pop()
+            if self.inside:
+                self.inside[-1] += spent
+
+    def log(self, epoch: int, metrics: dict[str, float]) -> dict[str, float]:
+        """One line of metrics.jsonl and one point in every tracker; the epoch's times are added and begun anew."""
+        metrics = {"epoch": epoch, **metrics, "step_time": sum(self.seconds.values())}
+        metrics |= {f"time/{name}": spent for name, spent in self.seconds.items()}
+        self.seconds = {}
+        self.trained += training_seconds(metrics)
+        with self.writing():
+            if self.main:
+                with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(finite(metrics)) + "\n")
+            self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
+        return metrics
+
+    def show(self, name: str, epoch: int, drawing: Path, captions: list[str], pictures: Tensor | None = None) -> None:
+        """A drawing in every tracker; or the pictures in it, in those that show captions themselves."""
+        with self.writing():
+            for tracker in self.accelerator.trackers:  # none on other ranks
+                show(tracker, name, epoch, drawing, captions, pictures)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What goes into the run's folder: a full disk, a missing permission and the like are one line."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            if not why or isinstance(error, ConnectionError):  # some tracker's server
+                raise
+            raise InputError("log.dir", self.folder, f"cannot be written to ({why})") from None
+
+    def _thread_failed(self, failure: Any) -> None:
+        """TensorBoard writes in a thread. What it fails with is raised at the next call, and is told there."""
+        if not (issubclass(failure.exc_type, OSError) and type(failure.thread).__name__ == "_AsyncWriterThread"):
+            self._hook(failure)
+
+    def sync(self) -> None:
+        """Have the metrics on the disk, before a checkpoint that comes after them."""
+        if self.main and (self.folder / "metrics.jsonl").is_file():
+            sync(self.folder / "metrics.jsonl")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder)
+
+    def close(self) -> None:
+        """Finish the trackers. The process group stays: taking gloo's apart may wait for ever (pytorch/pytorch#179291),
+        another run in this process can use it, and a process that ends takes it along.
+        """
+        with self.writing():
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        threading.excepthook = self._hook
+        if self.lock:
+            self.lock.close()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def warn_once(self, text: str) -> None:
+        if text in self.warned:
+            return
+        self.warned.add(text)
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+
+    def warn_if_wrong(self, finding: Finding) -> None:
+        """A check that a run makes quietly."""
+        if finding.ok is False:
+            self.warn_once(f"{finding.what}: {finding.measured}. {finding.advice[:1].upper()}{finding.advice[1:]}")
+
+    def _take_over(self, config: Config, epoch: int) -> None:
+        """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
+        kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
+        with self.writing():
+            for name in ("summary.json", "report.html"):  # of an end that is none any more
+                (self.folder / name).unlink(missing_ok=True)
+            for path in [*self.folder.glob("trees/epoch_*"), *self.folder.glob("samples/epoch_*")]:
+                # An evaluation is of the weights that its epoch starts from: this epoch's are these.
+                undone = epoch + (path.parent.name == "samples")
+                if (found := re.match(r"epoch_(\d+)", path.name)) and int(found[1]) >= undone:
+                    path.unlink()
+            write_atomically(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+            save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
+            sync(self.folder / ".config.yaml.tmp")
+            (self.folder / ".config.yaml.tmp").replace(self.folder / "config.yaml")
+        self.trained = sum(map(training_seconds, kept))
+
+
+def time_split(row: dict[str, Any]) -> str:
+    """Where an epoch's time went, a piece of a bar for each stage; and how fast the model was called."""
+    spent = {name: row.get(f"time/{name}") or 0.0 for name in STAGES}
+    total = sum(spent.values()) or 1.0
+    shown = {name: seconds for name, seconds in spent.items() if seconds >= max(0.05, 0.01 * total)}
+    parts = [f"{name} {'▇' * round(BLOCKS * s / total)} {s:.1f}s" for name, s in shown.items()]
+    rates = [f"{name} {row[f'tflops/{name}']:.3g}" for name in ("rollout", "update") if f"tflops/{name}" in row]
+    speed = f"TFLOP/s: {', '.join(rates)}" if rates else ""
+    return " | ".join(filter(None, [" ".join(parts), speed]))
+
+
+class ProgressBar:
+    """Epochs done, reward, seconds by stage and time left: a bar on a terminal, now and then a line elsewhere."""
+
+    def __init__(self, run: Logger, start: int, total: int | None) -> None:
+        self.run, self.last_line = run, 0.0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(
+            *columns,
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=run.console,
+            disable=not (run.main and run.console.is_terminal),
+        )
+        self.task = self.progress.add_task("epoch", total=total, completed=start, text="")
+
+    def __enter__(self) -> "ProgressBar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def advance(self, metrics: dict[str, float]) -> None:
+        split = time_split(metrics)
+        names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
+        names = [name.split("/")[1] for name in names if name.count("/") == 2]
+        if len(names) > 1:  # the score that is optimised is a sum of z-scores, which says little
+            text = " ".join(f"{name} {metrics[f'rewards/{name}/mean']:.4f}" for name in names)
+        else:
+            text = f"reward {metrics['reward']:.4f}"
+        text += f" (std within a prompt {metrics['reward_std']:.4f})"
+        text += f" {metrics['reward_failed']:.0f} without a score" if metrics["reward_failed"] else ""
+        self.progress.update(self.task, advance=1, text=f"{text} {split}")
+        if self.progress.disable and (time.monotonic() - self.last_line > 10 or self.progress.finished):
+            task = self.progress.tasks[self.task]
+            eta = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
+            of = f"/{int(task.total)}" if task.total else ""
+            self.run.say(f"epoch {int(task.completed)}{of}: {text}{eta} {split}")
+            self.last_line = time.monotonic()

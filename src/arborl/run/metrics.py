@@ -1,0 +1,72 @@
+"""The numbers of an epoch over all ranks; docs/metrics.md says what each means."""
+
+import math
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
+
+from ..core.tree import Plan
+from ..distributed.gather import gather, gather_words
+from ..engine.update import SUMS, Stats
+from ..rewards import Rewards, Scores
+
+
+def score_metrics(
+    scores: Scores, diversity: Tensor, rewards: Rewards, prompts: int, accelerator: Accelerator
+) -> dict[str, float]:
+    """Of the epoch's leaves on all ranks: the score that is optimised, each reward and part, how far leaves differ."""
+    total = gather(scores.total.float(), accelerator)[:prompts]
+    values = {
+        "reward": float(total.nanmean()),
+        "reward_stderr": stderr(total),
+        "reward_std": float(std(total).nanmean()),
+        "reward_failed": float(total.isnan().sum()),
+    }
+    unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
+    for name in gather_words([*scores.parts], accelerator):
+        found = gather(scores.parts.get(name, unknown), accelerator)[:prompts]
+        part = found.flatten()
+        values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(std(part))}
+        values[f"rewards/{name}/stderr"] = stderr(found)
+        if name in rewards.functions:
+            values[f"rewards/{name}/failed"] = float(part.isnan().float().mean())
+    return values | {"diversity": float(gather(diversity, accelerator)[:prompts].mean())}
+
+
+def update_metrics(
+    advantage: Float[Tensor, "prompts edges"],
+    plan: Plan,
+    stats: Stats,
+    prompts: int,
+    with_kl: bool,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Of the epoch's advantages and optimizer steps, on all ranks."""
+    size = gather(advantage[:, plan.stochastic].abs().float(), accelerator)[:prompts]
+    metrics = {"advantage_abs": float(size.nanmean()), "advantage_zero": float((size == 0).float().mean())}
+    sums = torch.stack([stats.sums[name].double().cpu() for name in SUMS])
+    summed = dict(zip(SUMS, gather(sums[None], accelerator).sum(0).tolist(), strict=True))
+    edges, parents = summed.pop("edges"), summed.pop("parents")
+    metrics |= {"edges": edges, "parents": parents}
+    metrics |= {name: value / edges for name, value in summed.items() if edges and (with_kl or name != "kl")}
+    return metrics | {
+        "ratio_error": float(gather(stats.ratio_error.cpu().view(1), accelerator).max()),
+        "grad_norm": stats.grad_norm,
+        "steps": stats.steps,
+        "steps_skipped": stats.skipped,
+        "steps_nonfinite": stats.broken,
+    }
+
+
+def std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
+    """Population standard deviation over the last axis, of what is not NaN."""
+    return ((values - values.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt()
+
+
+def stderr(scores: Float[Tensor, "prompts leaves"]) -> float:
+    """How far chance among prompts moves a mean: a prompt's leaves share its difficulty, so its mean counts once."""
+    means = scores.nanmean(1)
+    means = means[~means.isnan()]
+    return float(means.std() / len(means) ** 0.5) if len(means) > 1 else math.nan

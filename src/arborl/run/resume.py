@@ -1,0 +1,123 @@
+"""What a command is pointed at: a preset, or a run's own settings and weights."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from ..config import load_config, read_config
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..engine.autotune import find_batch_sizes
+from ..engine.precompute import precompute_embeddings
+from ..engine.state import trainable
+from ..models import Model, load_model
+from .checkpoint import latest_valid, load_weights, problem_with, weights_of
+from .folder import flat
+from .setup import start_accelerator
+
+FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
+
+
+FREE_ON_RESUME = ("model.path", "prompts.path", "prompts.cache", "prompts.batch_size")
+"""Where things lie may change from one machine to the next, as long as they are the same things; of prompts that is
+checked.
+"""
+
+
+class Started(NamedTuple):
+    """How to begin: with which settings, and from which run if not from the start."""
+
+    config: Config
+    resume: Path | None
+    over: bool = False  # the run has come to its end already
+
+
+def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) -> Started:
+    """A new run; one that goes on; or with `auto` whichever it is, so that one command starts and restarts a job."""
+    if resume is None:
+        return Started(load_config(name or "tree", overrides), None)
+    if str(resume) != "auto":
+        config = config_of(resume, name, overrides)
+        check_same(read_config(resume / "config.yaml"), config)
+        return Started(config, resume)
+    config = load_config(name or "tree", overrides)
+    if config.run_name == "auto":
+        raise InputError("run_name", "auto", "--resume auto must know which run it is about", "a name")
+    folder = Path(config.log.dir) / config.run_name
+    if not (folder / "config.yaml").is_file():
+        return Started(config, None)
+    before = read_config(folder / "config.yaml")
+    for section, size in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
+        if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
+            setattr(getattr(config, section), size, getattr(getattr(before, section), size))
+    before.run_name, before.log.dir = config.run_name, config.log.dir  # it may have been moved
+    check_same(before, config)
+    return Started(config, folder, _is_over(folder, config))
+
+
+def _is_over(folder: Path, config: Config) -> bool:
+    if not (folder / "summary.json").is_file():
+        return False
+    try:
+        summary = json.loads((folder / "summary.json").read_bytes())
+        spent = 0 < config.train.max_seconds <= summary["train_seconds"]
+        return summary["epochs"] >= config.train.epochs or spent
+    except (ValueError, KeyError, TypeError):
+        raise InputError("run", folder, "its summary.json is damaged", "the run without that file") from None
+
+
+def check_same(before: Config, after: Config) -> None:
+    """What cannot change while a run goes on has not."""
+    old, new = flat(before), flat(after)
+    for key in {**old, **new}:
+        if key.startswith(FIXED_ON_RESUME) and key not in FREE_ON_RESUME and old.get(key) != new.get(key):
+            raise InputError(
+                key, new.get(key), "cannot change when a run goes on", f"{old.get(key)}, as it was started"
+            )
+
+
+def config_of(run: Path | None, name: str | None, overrides: Sequence[str]) -> Config:
+    """The configuration of a run, or of a preset, with overrides."""
+    if run is None:
+        return load_config(name or "tree", overrides)
+    run, _ = _run_and_checkpoint(run)
+    if not (run / "config.yaml").is_file():
+        raise InputError("run", run, "is not a run folder (it has no config.yaml)")
+    if name is not None:
+        raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
+    return read_config(run / "config.yaml", overrides)
+
+
+def checkpoint_of(run: Path) -> Path:
+    """A run's newest checkpoint, or the one that is named."""
+    folder, checkpoint = _run_and_checkpoint(run)
+    if checkpoint is not None:
+        if problem := problem_with(checkpoint):
+            raise InputError("checkpoint", checkpoint, problem)
+        return checkpoint
+    checkpoint, damaged = latest_valid(folder)
+    for path, problem in damaged.items():
+        Console(stderr=True, highlight=False).print(f"warning: {path.name} {problem}; it is left out", soft_wrap=True)
+    if checkpoint is None:
+        raise InputError("run", run, "has no checkpoint yet")
+    return checkpoint
+
+
+def load(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
+    """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
+    accelerator = start_accelerator(config)
+    precompute_embeddings(config, texts, accelerator)
+    model = load_model(config, accelerator.device)
+    if run is not None:
+        load_weights(trainable(model.module), weights_of(checkpoint_of(run)))
+    model.module = accelerator.prepare_model(model.module)
+    find_batch_sizes(config, model, None, accelerator, texts[0])
+    return model
+
+
+def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
+    """A run's folder, or one of the checkpoints in it."""
+    return (path.parent.parent, path) if path.parent.name == "checkpoints" else (path, None)

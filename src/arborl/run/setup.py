@@ -1,0 +1,210 @@
+"""A run set up: everything a user can get wrong is checked, then loaded, and only then is its folder made."""
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+    parse_flag_from_env,
+)
+
+from ..config import read_config, with_whole_paths
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..data.prompts import Prompts, split_prompts
+from ..distributed.coordination import Coordinator, fail_together
+from ..distributed.fsdp import how_to_split, launcher_asks, shard
+from ..engine.autotune import compiles, find_batch_sizes, find_bitwise_batch_sizes, forward_flops, geometry, warm_up
+from ..engine.checks import free_disk
+from ..engine.method import check_plan, warnings_about
+from ..engine.precompute import precompute_embeddings, texts_of_a_run
+from ..engine.state import Ema, State, trainable
+from ..models import Model, load_model
+from ..models.compile import KEPT_IN
+from ..rewards import Rewards
+from .checkpoint import drop_best_from, latest_valid, load_checkpoint, quarantine, read_header, remove_partial
+from .folder import changes, check_folder, read_metrics, training_seconds
+from .inputs import load_inputs, probe
+from .logger import Logger
+from .run import Run
+from .trackers import check_login, trackers
+
+
+def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> Run:
+    """Check everything a user can get wrong, load it, and only then make the run's folder. `quiet` shows nothing."""
+    check_plan(config)
+    accelerator = start_accelerator(
+        config,
+        log_with=[*trackers(config)] or None,
+        project_config=ProjectConfiguration(logging_dir=config.log.dir),  # the run's own folder, once it is made
+    )
+    with fail_together(accelerator):
+        check_folder(config, resume)
+        if accelerator.is_main_process:
+            check_login(trackers(config))
+        found = [latest_valid(resume) if resume and accelerator.is_main_process else (None, {})]  # it reads all of it
+    checkpoint, damaged = broadcast_object_list(found)[0]
+    with fail_together(accelerator):
+        head = read_header(checkpoint) if checkpoint else {"epoch": 0, "prompts": 0}
+        if resume:
+            check_goes_on(config, resume, int(head["epoch"]))
+    parts = assemble(config, accelerator, head)
+    with fail_together(accelerator):
+        amiss = probe(parts.model, parts.rewards, parts.prompts)
+    told = [*parts.told, *parts.fitted()]  # now that rewards have taken what they need
+    state = parts.state
+    with fail_together(accelerator):
+        if checkpoint:
+            if head["prompt_list"] != state.prompt_list:
+                problem = "holds other prompts than when the run began"
+                raise InputError("prompts.path", config.prompts.path, problem, "the same, wherever they lie")
+            load_checkpoint(state, checkpoint)
+    before = read_config(resume / "config.yaml") if resume else config
+    changed = changes(with_whole_paths(before), with_whole_paths(config))
+    run = Logger(config, accelerator, resume, state.epoch, quiet)
+    with fail_together(accelerator), run.writing():
+        if resume and accelerator.is_main_process:
+            remove_partial(resume / "checkpoints")
+            drop_best_from(resume / "checkpoints", state.epoch)
+            for path, problem in damaged.items():
+                kept = quarantine(path)
+                run.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
+    for text in told:
+        run.say(text)
+    for text in changed:
+        run.say(f"changed from epoch {state.epoch} on: {text}")
+    for text in [*warnings_about(config), *amiss]:
+        run.warn_once(text)
+    run.warn_if_wrong(free_disk(config, state.parameters, run.folder))
+    together = Coordinator(accelerator, state.sharded)
+    made = parts.model, parts.rewards, parts.prompts, parts.held_out
+    return Run(config, accelerator, *made, state, run, together, parts.flops)
+
+
+def check_goes_on(config: Config, run: Path, epoch: int) -> None:
+    """There must be something left to do."""
+    train, over = config.train, (run / "summary.json").exists()
+    if train.epochs < epoch or (train.epochs == epoch and over):
+        raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", "more, to go on")
+    used = sum(training_seconds(row) for row in read_metrics(run) if row["epoch"] < epoch)
+    if 0 < train.max_seconds <= used and over:
+        problem = f"the run has trained for {used:.0f} s already"
+        raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
+
+
+@dataclass
+class Assembled:
+    """What is trained and on what, before there is a run."""
+
+    model: Model
+    rewards: Rewards
+    prompts: Prompts
+    held_out: Prompts
+    state: State
+    config: Config
+    accelerator: Accelerator
+    flops: int  # of a forward
+    told: list[str]  # what came of it that is worth a line
+    compiling: float = 0.0  # seconds so far
+
+    def fitted(self) -> list[str]:
+        """Micro-batches found where they are left open, compiling done with; what came of it."""
+        config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
+        start = time.perf_counter()
+        told = find_batch_sizes(config, self.model, self.state, accelerator, prompt)
+        if self.model.compiled:
+            # Split weights need all processes at every call, so there nobody can fail alone.
+            with nullcontext() if self.state.sharded else fail_together(accelerator):
+                warm_up(config, self.model, self.state, accelerator, prompt)
+                told += find_bitwise_batch_sizes(config, self.model, accelerator.num_processes, prompt)
+            seconds = self.compiling + time.perf_counter() - start
+            told.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
+        return [*told, *geometry(config, accelerator.num_processes, self.state.sharded)]
+
+
+def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
+    """Inputs found, prompts encoded, the model loaded, wrapped or split, with an optimizer. `head` says how far a run
+    has come.
+    """
+    with fail_together(accelerator):
+        rewards, prompts, held_out = load_inputs(config)
+    ahead = split_prompts(config.sample, accelerator.num_processes).total * (config.train.epochs - head["epoch"])
+    # Before the model: a large text encoder and what is trained need not fit into memory together.
+    embedded = precompute_embeddings(
+        config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator
+    )
+    with fail_together(accelerator):
+        model = load_model(config, accelerator.device)
+        flops = forward_flops(model, prompts.texts[0])
+        told = [str(embedded)] if embedded else []
+        compiled, why = compiles(config, flops, accelerator.device)
+        start = time.perf_counter()
+        told += [*why, *(model.compile() if compiled else [])]
+        compiling = time.perf_counter() - start
+    how = how_to_split(config, accelerator)
+    split = how != "no"
+    if split:
+        for module in filter(None, [model.module, model.frozen]):
+            shard(module, accelerator, how)
+    parameters = trainable(model.module)
+    train = config.train
+    optimizer = torch.optim.AdamW(
+        list(parameters.values()),
+        lr=train.learning_rate,
+        betas=(train.beta1, train.beta2),
+        weight_decay=train.weight_decay,
+        fused=accelerator.device.type == "cuda",
+    )
+    with warnings.catch_warnings():
+        # torch renames broadcast_buffers; accelerate knows the old name only.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        # Without training in mind: what is split needs no wrapper, and a reference none either. Both need the
+        # precision of the policy.
+        model.module = accelerator.prepare_model(model.module, device_placement=not split, evaluation_mode=split)
+    if model.frozen is not None:
+        model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
+    average = Ema(parameters, train.ema_decay, train.ema_every)
+    state = State(parameters, optimizer, average, prompt_list=prompts.digest)
+    return Assembled(model, rewards, prompts, held_out, state, config, accelerator, flops, told, compiling)
+
+
+def start_accelerator(config: Config, **options: Any) -> Accelerator:
+    """This process's device and precision, whatever ran in it before."""
+    # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
+    AcceleratorState._reset_state()
+    launcher_asks()  # before anyone else does
+    return Accelerator(
+        mixed_precision=precision(config),
+        # Accumulation is ours; a launcher's setting would only scale the gradient.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
+            # Buffers never change here, and a rank may be ahead of another inside a rollout.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # Others wait while one writes a large checkpoint or asks a slow server; a hang is the launcher's to end.
+            InitProcessGroupKwargs(timeout=timedelta(hours=1)),
+        ],
+        **options,
+    )
+
+
+def precision(config: Config) -> str:
+    """The arithmetic that `train.mixed_precision` means here; a launcher that was told bf16 is heeded."""
+    if config.train.mixed_precision != "auto":
+        return config.train.mixed_precision
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    return "bf16" if told or on_gpu else "no"

@@ -1,0 +1,73 @@
+"""What a run came to, for people and in summary.json: with that it is over."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ..core.errors import InputError
+from ..engine.state import State
+from ..tools.files import write_atomically
+from .checkpoint import read_header
+from .drawings import cell_of, interleave
+from .evaluations import Evaluations
+from .folder import seconds_by_stage
+from .logger import Logger
+from .reward_hacking import best
+
+
+def sum_up(
+    logger: Logger, state: State, evaluations: Evaluations, peak_memory: int, write_report: Callable[[Path], Path]
+) -> None:
+    """What the run came to, for people and in summary.json: with that it is over."""
+    epochs, best_by, rewards = state.epoch, evaluations.best_by, evaluations.rewards
+    rows = logger.read_metrics()
+    reward = f"eval/{next(iter(rewards.functions))}"
+    top = best(rows, best_by, rewards.aims[best_by])
+    summary = {
+        "heldout_before": rows[0].get(reward),
+        "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),
+        "heldout_after": rows[-1][reward],
+        "heldout_after_stderr": rows[-1][f"{reward}_stderr"],
+        "best": top and {"reward": best_by, "value": top[f"eval/{best_by}"], "epoch": top["epoch"]},
+        "seconds": sum(row["step_time"] for row in rows),
+        "train_seconds": logger.trained,
+        "epochs": epochs,
+        "forwards": state.forwards,
+        "forward_backwards": state.forward_backwards,
+        "peak_memory": peak_memory,
+    }
+    split = sorted(seconds_by_stage(rows).items(), key=lambda item: -item[1])
+    logger.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
+    numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
+    shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
+    logger.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
+    if top and top["epoch"] not in (0, epochs):
+        where, value = logger.folder / "checkpoints" / "best", top[f"eval/{best_by}"]
+        there = where.is_dir() and read_header(where)["epoch"] == top["epoch"]
+        kept = where if there else "not kept, as the run went on"
+        logger.say(f"{best_by} was highest after {top['epoch']} epochs, {value:.4f}: {kept}")
+    _show(logger, epochs, evaluations)
+    write_atomically(logger.folder / "summary.json", json.dumps(summary, indent=1))
+    try:
+        logger.say(f"all of it on one page: {write_report(logger.folder)}")
+    except (InputError, OSError) as error:  # the run is whole without it, and `arborl report` makes it later
+        logger.warn_once(f"no report was written ({error})")
+    logger.say(f"metrics, pictures, trees and checkpoints: {logger.folder}")
+
+
+def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
+    """Where to look: the same captions before and after, and one tree."""
+    assert evaluations.newest
+    before, after = (logger.folder / "samples" / f"epoch_{epoch:06d}.png" for epoch in (0, epochs))
+    if epochs and before.is_file() and after.is_file():
+        both = logger.folder / "samples" / "before_after.png"
+        try:
+            names = ["before", f"after {epochs} epochs"]
+            interleave([before, after], names, both, cell_of(evaluations.newest[1].pictures))
+            logger.say(f"pictures before and after: {both}")
+        except OSError as error:
+            if error.errno:  # it is the disk's
+                raise
+            logger.warn_once(f"no picture of before and after: a sheet cannot be read ({error})")
+    if trees := sorted((logger.folder / "trees").glob("epoch_*.png")):
+        logger.say(f"a tree, with its pictures and advantages: {trees[-1]}")

@@ -1,0 +1,121 @@
+"""The trees of one prompt as files: written once, read by drawings, reports and tests."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.errors import InputError
+from ..core.schedule import Schedule
+from ..core.tree import Plan
+from ..engine.score import as_bytes, stills
+from ..models.base import Model
+
+VERSION, READABLE = 3, (2, 3)  # version 2 has no ratios
+
+
+LEVELS = ("sigma", "sigma_next", "timestep")
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """One prompt's trees of one epoch, complete: what a person needs to see how its scores became advantages."""
+
+    epoch: int
+    prompt: str
+    plan: Plan
+    log_density: Float[Tensor, " edges"]
+    advantage: Float[Tensor, " edges"]  # NaN where no leaf below has a score
+    kept: Bool[Tensor, " edges"]  # the edges the update trained
+    ratio: Float[Tensor, " edges"]  # new over old density when the update came to the edge; NaN where it did not
+    scores: dict[str, Float[Tensor, " leaves"]]  # per reward, and `total`
+    shown: Int[Tensor, " shown"]  # the nodes that have a picture
+    pictures: Tensor  # theirs, uint8, shown×3×H×W, small: x̂0 at inner nodes, the picture itself at leaves
+    latents: Float[Tensor, "nodes *latent"]
+
+    def save(self, stem: Path) -> None:
+        """`stem`.safetensors with the arrays and `stem`.json with the rest, each complete or not there."""
+        plan = self.plan
+        tensors = {
+            "plan.parent": plan.parent,
+            "plan.step": plan.step,
+            "plan.eta": plan.eta,
+            "plan.kappa": plan.kappa,
+            "plan.multistep": plan.multistep,
+            **{f"schedule.{name}": getattr(plan.schedule, name) for name in LEVELS},
+            "log_density": self.log_density,
+            "advantage": self.advantage,
+            "kept": self.kept,
+            "ratio": self.ratio,
+            "shown": self.shown,
+            "pictures": self.pictures,
+            "latents": self.latents,
+            **{f"scores.{name}": values for name, values in self.scores.items()},
+        }
+        head = {
+            "format": "arborl.tree",
+            "version": VERSION,
+            "epoch": self.epoch,
+            "prompt": self.prompt,
+            "kernel": plan.kernel,
+            "prediction": plan.schedule.prediction,
+            "roots": plan.roots,
+            "scores": list(self.scores),
+        }
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        aside = stem.with_suffix(".safetensors.tmp")
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
+        aside.replace(stem.with_suffix(".safetensors"))
+        aside = stem.with_suffix(".json.tmp")
+        aside.write_text(json.dumps(head, indent=1, ensure_ascii=False), encoding="utf-8")
+        aside.replace(stem.with_suffix(".json"))
+
+    @classmethod
+    def load(cls, stem: Path) -> "TreeFile":
+        stem = stem.with_suffix("")
+        try:
+            return cls._load(stem)
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise InputError("tree file", stem, f"cannot be read ({error})") from None
+
+    @classmethod
+    def _load(cls, stem: Path) -> "TreeFile":
+        head = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+        tensors = load_file(stem.with_suffix(".safetensors"))
+        if head.get("format") != "arborl.tree" or head.get("version") not in READABLE:
+            found = f"{head.get('format')} version {head.get('version')}"
+            raise InputError("tree file", stem, f"is {found}", f"arborl.tree version {VERSION}")
+        tensors.setdefault("ratio", torch.full_like(tensors["log_density"], torch.nan))
+        levels = {name: tensors[f"schedule.{name}"] for name in LEVELS}
+        schedule = Schedule(**levels, prediction=head["prediction"])
+        arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa", "multistep"))
+        plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
+        scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
+        names = ("log_density", "advantage", "kept", "ratio", "shown", "pictures", "latents")
+        own = {name: tensors[name] for name in names}
+        return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
+
+
+PREVIEW = 192
+"""Longer side of a recorded tree's pictures, in pixels at most."""
+
+
+@torch.no_grad()
+def previews(model: Model, latents: Float[Tensor, "n *latent"], batch_size: int) -> Tensor:
+    """Small pictures (uint8) of some latents, decoded a few at a time."""
+    small: list[Tensor] = []
+    for part in latents.split(batch_size):
+        pictures = stills(model.decode(part))
+        scale = PREVIEW / max(pictures.shape[-2:])
+        if scale < 1:
+            pictures = functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)
+        small.append(as_bytes(pictures))
+    return torch.cat(small)

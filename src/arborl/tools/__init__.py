@@ -1,0 +1,1 @@
+"""What knows nothing of the method: files, web server, imports by name, quiet libraries, caches."""

@@ -1,0 +1,74 @@
+"""Files that are complete or not there, and locks that end with their process."""
+
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+from ..core.errors import InputError
+
+TRIES = 3
+
+
+try:
+    import fcntl
+except ImportError:  # not on every system: there nobody is kept out
+    fcntl = None
+
+
+def take(path: Path) -> IO[bytes]:
+    """Hold the lock on a file, which is made if need be, for as long as what is returned is open."""
+    file = path.open("ab")
+    for attempt in range(TRIES):
+        try:
+            if fcntl:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:  # held; or for a moment by someone who only asks
+            time.sleep(0.1 if attempt < TRIES - 1 else 0)
+        except OSError:  # a file system without locks
+            return file
+    file.close()
+    raise InputError("run", path.parent, "another process is writing to it", "another run, or wait for it")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a process holds it."""
+    if fcntl is None or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A file that is there complete or as it was before."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync(aside)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def umask() -> int:
+    """What the user takes away from the permissions of new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

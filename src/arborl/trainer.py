@@ -1,0 +1,80 @@
+"""The loop. Prompts grow into trees, trees end in pictures, pictures get scores, scores become a step; then again."""
+
+from pathlib import Path
+
+from .config.schema import Config
+from .core.noise import fold
+from .core.prune import prune
+from .engine.method import make_plan, pruning
+from .engine.rollout import sample_trees, trained_batch
+from .engine.update import update
+from .report import write_report
+from .run.logger import ProgressBar
+from .run.run import Run
+from .run.setup import prepare
+
+
+def train(config: Config, resume: Path | None = None) -> Path:
+    """Run `config.train.epochs` epochs, from the start or from a run's last checkpoint; returns the run's folder."""
+    return run_epochs(prepare(config, resume))
+
+
+def run_epochs(run: Run) -> Path:
+    """The epochs that a run has left."""
+    config, model, state, logger, coordinator = run.config, run.model, run.state, run.logger, run.coordinator
+    schedule = model.schedule(config.sample.num_steps)
+    with coordinator.watched(), run.leaving(), ProgressBar(logger, state.epoch, run.epochs) as bar:
+        while run.goes_on():
+            epoch = state.epoch
+            with logger.stage("evaluate"):
+                evaluation = run.evaluate_if_due(epoch)
+            if run.evaluations.hacked:
+                break
+            with logger.stage("encode"), coordinator.independent():
+                share = run.share()
+                cond = model.encode(share.prompts.texts)
+            with logger.stage("rollout"), coordinator.independent_sampling():
+                plan = make_plan(config, schedule, epoch)
+                key = fold(config.seed, epoch)
+                record = sample_trees(
+                    model,
+                    plan,
+                    cond,
+                    key,
+                    share.ids,
+                    config.sample,
+                    keep_clean=run.records(epoch),
+                    trained_batch=trained_batch(model, config),
+                )
+            with logger.stage("reward"), coordinator.independent():
+                scores = run.score(record, share)
+            with logger.stage("advantage"):
+                run.guards.tell_failures(scores, share, epoch)
+                run.guards.look_at(record, scores, share)
+                advantage = run.advantage(plan, scores, record)
+                keep = prune(plan, advantage, pruning(config, plan, epoch), key, share.ids)
+            # Weights, averages, counters and metrics move on together or not at all.
+            with coordinator.uninterruptible():
+                with logger.stage("update"):
+                    stats = update(
+                        model,
+                        state,
+                        run.accelerator,
+                        record,
+                        advantage,
+                        keep,
+                        config,
+                        key,
+                        share,
+                        not run.guards.examined,
+                    )
+                metrics = run.complete_epoch(plan, scores, advantage, stats, share)
+                with coordinator.independent():
+                    bar.advance(logger.log(epoch, metrics | evaluation))
+            with logger.stage("record"), coordinator.independent():
+                run.keep_tree_if_due(epoch, share, record, scores, advantage, keep, stats)
+            run.stop_if_broken(stats)
+            with logger.stage("checkpoint"):
+                run.save_if_due()
+        run.finish(write_report)
+    return logger.folder

@@ -1,0 +1,1 @@
+"""Small worlds that come with the package: a model and its scorer each."""

@@ -1,0 +1,113 @@
+"""A run of version 0.1.0 can still be read, and gone on with or refused in one line."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+OLD = Path(__file__).parent / "golden" / "run_0_1_0"
+CELL = "tree"
+SETTINGS = [
+    "sample.num_prompts=8",
+    "sample.num_steps=4",
+    "tree.w=1",
+    "model.train=lora",
+    "model.lora.rank=2",
+    "model.lora.targets=[attn.to_q]",
+    "train.learning_rate=1e-3",
+    "train.ema_decay=0.5",
+    "eval.num_prompts=2",
+    "log.record_every=1",
+]
+"""What it was run with. A comparison that asks for the same takes it for its own."""
+COMPUTE = 160
+"""Of its two epochs: 112 forwards and 16 forward+backwards."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLD, tmp_path / "run_0_1_0"))
+
+
+def arborl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    known = os.environ | {"ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "arborl", *arguments]
+    return subprocess.run(command, cwd=cwd, env=known, capture_output=True, text=True, timeout=120)
+
+
+def told(*arguments: str, cwd: Path) -> dict:
+    """What a command prints as JSON."""
+    done = arborl(*arguments, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_is_shown(run: Path):
+    """Its page names the prompts of its trees."""
+    told("report", str(run), cwd=run.parent)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    heads = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(run.glob("trees/*.json"))]
+    assert len(heads) == 2
+    for head in heads:
+        assert head["prompt"] in page
+
+
+def test_its_weights_are_scored(run: Path):
+    """With as many prompts and steps as its last evaluation, the score is the one it logged."""
+    found = told("eval", "--run", str(run), cwd=run.parent)
+    assert found["prompts"] == 2
+    assert found["failed"] == 0
+    means = {name: values["mean"] for name, values in found["rewards"].items()}
+    assert all(math.isfinite(mean) for mean in means.values())
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert means["scene"] == pytest.approx(last["eval/scene"], abs=1e-4)
+
+
+def test_its_weights_make_pictures(run: Path):
+    found = told("sample", "--run", str(run), "-n", "2", "-o", "made", cwd=run.parent)
+    made = [run.parent / "made" / row["file"] for row in found["pictures"]]
+    assert [Image.open(path).size for path in made] == [(64, 64)] * 2
+
+
+def test_its_weights_are_exported(run: Path):
+    found = told("export", str(run), "lora", cwd=run.parent)
+    assert any(name.endswith(".safetensors") for name in found["files"])
+    assert all((run.parent / "lora" / name).stat().st_size for name in found["files"])
+
+
+def test_a_comparison_takes_it_for_its_own(run: Path):
+    """It lies where the comparison would have put it, so that nothing is run, and its scores are in the table."""
+    place = run.parent / "compared" / CELL / "seed-0"
+    place.parent.mkdir(parents=True)
+    run.rename(place)
+    before = (place / "metrics.jsonl").read_bytes()
+    common = [word for setting in SETTINGS for word in ("--set", setting)]
+    budget = ["--seeds", "1", "--compute", str(COMPUTE), "--points", "2"]
+    told("compare", CELL, *budget, *common, "-o", "compared", cwd=place.parent.parent.parent)
+    assert (place / "metrics.jsonl").read_bytes() == before
+    (row,) = json.loads((place.parent.parent / "compare.json").read_text())["rows"]
+    summary = json.loads((place / "summary.json").read_text())
+    assert (row["before"], row["score"]) == (summary["heldout_before"], summary["heldout_after"])
+
+
+def test_it_goes_on_or_says_why_not(run: Path):
+    """Either a third epoch after its two, or one line."""
+    before = (run / "metrics.jsonl").read_text().splitlines()
+    done = arborl("train", "--resume", str(run), "train.epochs=3", "log.record_every=0", cwd=run.parent)
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert line.startswith("error:")
+        return
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
+    assert rows[:2] == [json.loads(line) for line in before[:2]]
+    assert math.isfinite(rows[-1]["eval/scene"])
+    assert json.loads((run / "summary.json").read_text())["epochs"] == 3
