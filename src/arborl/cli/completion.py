@@ -8,6 +8,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from ..config import groups, knobs, options, presets
 from ..core.errors import InputError
+from ..run.paths import CONFIG
 
 NO_BLANK = "    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace"
 
@@ -63,5 +64,5 @@ def reward_names(context: click.Context, parameter: click.Parameter, incomplete:
 def run_folders(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Folders of runs below what is typed, else any folder."""
     base = Path(incomplete) if incomplete.endswith("/") else Path(incomplete or "runs").parent
-    found = (str(path.parent) for path in sorted((base if incomplete else Path("runs")).glob("*/config.yaml")))
+    found = (str(path.parent) for path in sorted((base if incomplete else Path("runs")).glob(f"*/{CONFIG}")))
     return _starting(incomplete, found) or [CompletionItem(incomplete, type="dir")]

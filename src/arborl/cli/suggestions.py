@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..run.paths import CONFIG, LOCK, METRICS, SUMMARY
 from ..tools.files import is_taken
 
 FIRST = {
@@ -36,20 +37,20 @@ def print_next(out: Console, base: Path = Path("runs")) -> None:
 
 def newest_run(base: Path = Path("runs")) -> Path | None:
     """The run that was last written to."""
-    return max((path.parent for path in base.glob("*/config.yaml")), key=_written, default=None)
+    return max((path.parent for path in base.glob(f"*/{CONFIG}")), key=_written, default=None)
 
 
 def _standing(run: Path) -> tuple[str, dict[str, str]]:
     """How far a run is, and what goes well with that."""
     name = shlex.quote(str(run))
-    if (run / "summary.json").is_file():
+    if (run / SUMMARY).is_file():
         try:
-            summary = json.loads((run / "summary.json").read_bytes())
+            summary = json.loads((run / SUMMARY).read_bytes())
             before, after = (summary[f"heldout_{when}"] for when in ("before", "after"))
             came = f", held-out {before:.4f} -> {after:.4f}" if before is not None and after is not None else ""
             state = f"finished, {summary['epochs']} epochs{came}"
         except (ValueError, KeyError, TypeError):
-            state = "finished; its summary.json is damaged"
+            state = f"finished; its {SUMMARY} is damaged"
         return state, {
             f"arborl report --open {name}": "look at it: curves, trees, pictures, times",
             f"arborl sample --run {name}": "pictures by its weights",
@@ -58,14 +59,14 @@ def _standing(run: Path) -> tuple[str, dict[str, str]]:
             f"arborl train --resume {name} train.epochs=…": "train it further",
             "arborl compare tree mix dance": "methods side by side, at equal compute",
         }
-    lines = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").is_file() else 0
+    lines = (run / METRICS).read_bytes().count(b"\n") if (run / METRICS).is_file() else 0
     steps = {f"arborl report --live {name}": "watch it in the browser"}
-    if not is_taken(run / ".lock"):
+    if not is_taken(run / LOCK):
         steps[f"arborl train --resume {name}"] = "go on with it"
     state = f"{lines} epochs so far, {'it is running' if len(steps) == 1 else 'it was cut off'}"
     return state, steps | {f"arborl doctor --run {name}": "is something wrong with it?"}
 
 
 def _written(run: Path) -> float:
-    files = (run / name for name in ("config.yaml", "metrics.jsonl"))
+    files = (run / name for name in (CONFIG, METRICS))
     return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ..config import load_config
+from ..run.paths import SUMMARY
 from . import completion
 from .app import app, config_option, json_option, out, overrides_argument, run_option
 from .exits import leave
@@ -42,7 +43,7 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
     try:
         folder = run_training(config, going_on)
         if as_json and os.environ.get("RANK", "0") == "0":
-            click.echo(json.dumps({"run": str(folder)} | json.loads((folder / "summary.json").read_bytes())))
+            click.echo(json.dumps({"run": str(folder)} | json.loads((folder / SUMMARY).read_bytes())))
     except KeyboardInterrupt:
         code = 130
     leave(code)

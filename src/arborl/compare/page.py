@@ -6,6 +6,7 @@ from typing import Any
 from .. import __version__
 from ..core.errors import InputError
 from ..report.data import sheets_of
+from ..run.paths import REPORT
 from .results import Comparison, band, pareto
 from .runs import Cell
 
@@ -60,5 +61,5 @@ def _first(sheet: dict[str, Any]) -> dict[str, Any]:
 
 def _reports(folder: Path, cell: str, seeds: list[int]) -> dict[int, str]:
     """Where each run's own page lies, seen from the comparison's."""
-    places = {seed: f"{Cell(cell).folder}/seed-{seed}/report.html" for seed in seeds}
+    places = {seed: f"{Cell(cell).folder}/seed-{seed}/{REPORT}" for seed in seeds}
     return {seed: place for seed, place in places.items() if (folder / place).is_file()}

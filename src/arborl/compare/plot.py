@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..tools.files import atomic
 from .results import Comparison, Point, Row, band, mean_curve, pareto
 
 COLOURS = (
@@ -46,9 +47,9 @@ def plot(comparison: Comparison, path: Path) -> Path:
     seconds.set_title("score against seconds", fontsize=10)
     front.set_title("Pareto front: no cell reaches more with less", fontsize=10)
     figure.legend(*compute.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    aside = path.with_suffix(".png.tmp")
-    figure.savefig(aside, format="png", facecolor="white")
-    return aside.replace(path)
+    with atomic(path) as aside:
+        figure.savefig(aside, format="png", facecolor="white")
+    return path
 
 
 def _band(axes: Any, lines: Sequence[Sequence[Point]], across: str, colour: str, label: str) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from ..core.errors import InputError
 from ..engine.cost import BACKWARD_COST
 from ..run.folder import read_metrics, training_seconds
+from ..run.paths import SUMMARY
+from ..tools.files import write_atomically
 from .runs import Cell, Protocol, Run
 
 
@@ -160,7 +162,7 @@ def curve(run: Run) -> list[Point]:
 
 
 def _row(cell: Cell, runs: list[Run], curves: dict[int, list[Point]], equal: float, target: float | None) -> Row:
-    summaries = [json.loads((run.folder / "summary.json").read_text()) for run in runs]
+    summaries = [json.loads((run.folder / SUMMARY).read_text()) for run in runs]
     finals = {seed: line[-1].score for seed, line in curves.items()}
     at_equal = [score_at(line, equal) for line in curves.values()]
 
@@ -244,8 +246,7 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
 
     written: list[Path] = []
     for name, text in (("compare.md", comparison.as_markdown()), ("compare.json", comparison.as_json())):
-        aside = out / f"{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        written.append(aside.replace(out / name))
+        write_atomically(out / name, text)
+        written.append(out / name)
     written.append(plot(comparison, out / "compare.png"))
     return [*written, write_report(out)]

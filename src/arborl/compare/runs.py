@@ -26,6 +26,7 @@ from ..engine.cost import costs, epochs_within
 from ..engine.method import check_plan
 from ..run.checkpoint import checkpoints
 from ..run.folder import changes
+from ..run.paths import CHECKPOINTS, CONFIG, METRICS, SUMMARY
 from ..tools.files import is_taken
 from . import worker
 
@@ -93,11 +94,11 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "summary.json").is_file()
+        return (self.folder / SUMMARY).is_file()
 
     @property
     def epochs_done(self) -> int:
-        metrics = self.folder / "metrics.jsonl"
+        metrics = self.folder / METRICS
         return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
@@ -160,7 +161,7 @@ def _quoted(text: str) -> str:
 
 def _check_same(folder: Path, config: Config, out: Path) -> None:
     """A run that is there already must be the one that is wanted."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.is_file():
         return
     wanted = OmegaConf.to_object(OmegaConf.structured(config))
@@ -174,7 +175,7 @@ def command_of(run: Run) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
     if is_taken(log_of(run)):
         raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
-    if run.folder.is_dir() and not checkpoints(run.folder / "checkpoints"):
+    if run.folder.is_dir() and not checkpoints(run.folder / CHECKPOINTS):
         shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
     return ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
 

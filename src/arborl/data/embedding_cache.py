@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..tools.cache import cache_home
+from ..tools.files import atomic
 
 FORMAT = 1
 
@@ -95,15 +95,12 @@ class Embeddings:
 
     def _save(self, text: str, tensors: dict[str, Tensor]) -> None:
         path = self.path(text)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
         head = {"text": text, "digest": _digest(tensors), "settings": json.dumps(self.settings, sort_keys=True)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(save(tensors, head))
-            aside.replace(path)
+            with atomic(path, cache=True) as aside:
+                aside.write_bytes(save(tensors, head))
         except OSError as error:
-            with suppress(OSError):
-                aside.unlink()
             raise InputError("prompts.cache", self.folder.parent, f"cannot be written ({error.strerror})") from None
 
 

@@ -25,6 +25,11 @@ def any_rank(fact: bool, accelerator: Accelerator | None) -> bool:
     return bool(gather(torch.tensor([float(fact)]), accelerator).any())
 
 
+def max_rank(value: float, accelerator: Accelerator | None) -> float:
+    """The largest of all ranks' values: the same on all of them."""
+    return float(gather(torch.tensor([value], dtype=torch.float64), accelerator).max())
+
+
 def gather_words(words: Sequence[str], accelerator: Accelerator | None) -> list[str]:
     """The words that any rank has, each once, sorted: the same list on every rank."""
     if accelerator is None or accelerator.num_processes == 1:

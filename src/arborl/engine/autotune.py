@@ -20,7 +20,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import fold
 from ..data.prompts import split_prompts
-from ..distributed.gather import gather
+from ..distributed.gather import any_rank, max_rank
 from ..models import Model, lora, model_class
 from .batches import settled
 from .cost import work
@@ -227,7 +227,7 @@ def trials(
     size = min(first, most)
     while True:
         trial = Trial(size, math.inf)
-        if _everyone(_has_room(done, size, device), accelerator):
+        if not any_rank(not _has_room(done, size, device), accelerator):
             try:
                 trial = _measure(run, size, device)
             except (MemoryError, RuntimeError) as error:  # a CPU's is nothing more than a RuntimeError
@@ -236,8 +236,7 @@ def trials(
                     raise
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-        seconds = float(gather(torch.tensor([trial.seconds], dtype=torch.float64), accelerator).max())
-        done.append(trial._replace(seconds=seconds))
+        done.append(trial._replace(seconds=max_rank(trial.seconds, accelerator)))
         if not done[0].fits and size > 1:
             size, done = 1, []
             continue
@@ -307,10 +306,6 @@ def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
     before, last = done[-2:]
     slope = (last.memory - before.memory) / (last.size - before.size)
     return last.memory + slope * (size - last.size) <= MEMORY_SHARE * memory_there_is(device)
-
-
-def _everyone(fine: bool, accelerator: Accelerator | None) -> bool:
-    return bool(gather(torch.tensor([float(fine)]), accelerator).all())
 
 
 def geometry(config: Config, processes: int = 1, split: bool = False) -> list[str]:

@@ -16,12 +16,13 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..rewards.base import weights_of
 from ..run.drawings import leaf_order
-from ..run.folder import STAGES, flat, read_metrics, seconds_by_stage
+from ..run.folder import STAGES, check_is_run, flat, read_metrics, seconds_by_stage
+from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES
 from ..run.reward_hacking import LIMITS, hacking, statistic
 from ..run.trees import TreeFile
 from .pictures import as_webp, spread, spread_within
 
-TREES, SHEETS, EPOCHS = 4_000_000, 3_000_000, 48
+TREE_BYTES, SHEET_BYTES, EPOCHS = 4_000_000, 3_000_000, 48
 """Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out."""
 ROWS, LOOKS = 1500, 60
 """Lines of metrics that are drawn besides those with an evaluation; and evaluations that are looked at for hacking."""
@@ -29,20 +30,19 @@ ROWS, LOOKS = 1500, 60
 
 def run_data(folder: Path) -> dict[str, Any]:
     """Everything a run's page shows. A run that is still going on is shown as far as it has come."""
-    if not (folder / "config.yaml").is_file():
-        raise InputError("run", folder, "is not a run folder (it has no config.yaml)")
-    config, rows = read_config(folder / "config.yaml"), read_metrics(folder)
+    check_is_run(folder)
+    config, rows = read_config(folder / CONFIG), read_metrics(folder)
     weights = weights_of(config.rewards, config.eval.rewards)
     # One that is being written has no JSON yet, and waits for the next look.
-    trees = sorted((folder / "trees").glob("epoch_*.json"))
+    trees = sorted((folder / TREES).glob("epoch_*.json"))
     sheets = _sheet_files(folder)
-    shown = spread_within([_tree(path, path.stat().st_mtime_ns) for path in spread(trees, EPOCHS)], TREES)
+    shown = spread_within([_tree(path, path.stat().st_mtime_ns) for path in spread(trees, EPOCHS)], TREE_BYTES)
     return {
         "kind": "run",
         "name": folder.resolve().name,
         "folder": str(folder),
         "version": __version__,
-        "finished": (folder / "summary.json").is_file(),
+        "finished": (folder / SUMMARY).is_file(),
         "epochs": None if config.train.max_seconds else config.train.epochs,
         "summary": _summary(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
@@ -52,7 +52,7 @@ def run_data(folder: Path) -> dict[str, Any]:
         "watch": _watch(rows, weights, config),
         "trees": shown,
         "trees_recorded": len(trees),
-        "sheets": spread_within(sheets_of(folder, EPOCHS), SHEETS),
+        "sheets": spread_within(sheets_of(folder, EPOCHS), SHEET_BYTES),
         "sheets_recorded": len(sheets),
         "settings": _settings(config),
     }
@@ -77,11 +77,11 @@ def _short(value: float | None) -> float | None:
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except ValueError:
-        raise InputError("run", folder, "its summary.json is damaged", "the run without that file") from None
+        raise InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file") from None
 
 
 def _settings(config: Config) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def numbers(values: Tensor) -> list[float | None]:
 
 
 def _sheet_files(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / "samples").glob("epoch_*.json") if path.with_suffix(".png").is_file())
+    return sorted(path for path in (folder / SAMPLES).glob("epoch_*.json") if path.with_suffix(".png").is_file())
 
 
 def sheets_of(folder: Path, most: int = 2) -> list[dict[str, Any]]:

@@ -12,12 +12,13 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ..core.errors import InputError
+from ..run.paths import CONFIG, SAMPLES, TREES
 from .page import read, render
 
 
 def _state(folder: Path) -> str:
     """A word that changes when a file does that the page shows."""
-    patterns = ("*.json*", "config.yaml", "trees/*.json", "samples/*.json")
+    patterns = ("*.json*", CONFIG, f"{TREES}/*.json", f"{SAMPLES}/*.json")
     shown = [path for pattern in patterns for path in folder.glob(pattern)]
     stats = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(shown) if path.is_file()]
     return f'"{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]}"'

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from ..core.errors import InputError
+from ..run.paths import REPORT
 from ..tools.files import write_atomically
 from ..tools.imports import find
 from .data import run_data
@@ -33,7 +34,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write_report(folder: Path, to: Path | None = None) -> Path:
     """Write the page of a run or a comparison, into its folder if nothing else is said; complete or not at all."""
-    place = to or folder / "report.html"
+    place = to or folder / REPORT
     beside = place.resolve().parent == folder.resolve()  # so that links to other pages in it lead there
     try:
         write_atomically(place, render(read(folder) | {"linked": beside}))

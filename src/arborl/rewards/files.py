@@ -1,11 +1,10 @@
 """What a reward needs and the package does not carry: found, read without running code in it, converted once."""
 
-import os
 import pickle
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..data.embedding_cache import fingerprint
 from ..tools.cache import cache_home
+from ..tools.files import atomic
 from ..tools.quiet import quiet_libraries
 
 DAMAGED = (RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
@@ -166,14 +166,11 @@ def converted(key: str, path: Path, name: str, convert: Callable[[], dict[str, T
     except (OSError, SafetensorError):
         pass  # cut short: made again
     tensors = convert()
-    aside = copy.with_suffix(f".{os.getpid()}.tmp")
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.contiguous() for n, t in tensors.items()}, aside)
-        aside.replace(copy)
+        with atomic(copy, cache=True) as aside:
+            save_file({n: t.contiguous() for n, t in tensors.items()}, aside)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            aside.unlink()
         warnings.warn(f"{copy}: converted weights could not be kept there ({error}); next time anew", stacklevel=2)
     return tensors
 

@@ -23,6 +23,7 @@ from ..core.errors import InputError
 from ..distributed.fsdp import gathered, placed_like, whole
 from ..engine.state import State, copy_into
 from ..tools.files import sync, umask
+from .paths import BEST, CHECKPOINTS, epoch_name, epoch_of
 
 VERSION = 2
 
@@ -37,7 +38,7 @@ def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) 
     """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
     if state.epoch == state.saved:
         return
-    _write(state, folder / f"epoch_{state.epoch:06d}", True, writes)
+    _write(state, folder / epoch_name(state.epoch), True, writes)
     state.saved = state.epoch
     for old in checkpoints(folder)[:-keep] if writes else ():
         _remove(old)
@@ -45,7 +46,7 @@ def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) 
 
 def save_best(state: State, folder: Path, writes: bool = True) -> None:
     """The weights alone, apart from the others and in the place of those that were the best before."""
-    _write(state, folder / "best", False, writes)
+    _write(state, folder / BEST, False, writes)
 
 
 def _write(state: State, target: Path, with_optimizer: bool, writes: bool) -> None:
@@ -115,15 +116,15 @@ def load_checkpoint(state: State, path: Path) -> None:
 
 def drop_best_from(folder: Path, epoch: int) -> None:
     """A run that goes on from an epoch has not had the evaluations after it: what was best among them goes."""
-    best = folder / "best"
+    best = folder / BEST
     if best.is_dir() and (problem_with(best) or read_header(best)["epoch"] >= epoch):
         _remove(best)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    found = [path for path in folder.glob("epoch_*") if re.fullmatch(r"epoch_\d{6,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("epoch_")))
+    found = [(epoch, path) for path in folder.glob("*") if (epoch := epoch_of(path.name)) is not None]
+    return [path for epoch, path in sorted(found) if path.name == epoch_name(epoch)]
 
 
 def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -131,7 +132,7 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
     those that are newer still.
     """
     damaged: dict[Path, str] = {}
-    for path in reversed(checkpoints(run / "checkpoints")):
+    for path in reversed(checkpoints(run / CHECKPOINTS)):
         problem = problem_with(path)
         if problem is None:
             return path, damaged

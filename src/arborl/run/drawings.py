@@ -8,6 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ..core.tree import Plan
+from ..tools.files import atomic
 from .trees import TreeFile
 
 
@@ -97,9 +98,8 @@ def draw_tree(tree: TreeFile, path: Path) -> None:
     axes.set_title(
         f"{title}, epoch {tree.epoch}\nblue edges led to better pictures than the average, red to worse", fontsize=9
     )
-    aside = path.with_suffix(".png.tmp")
-    figure.savefig(aside, facecolor="white", format="png")
-    aside.replace(path)
+    with atomic(path) as aside:
+        figure.savefig(aside, facecolor="white", format="png")
 
 
 def _label_advantages(axes, tree: TreeFile, place: list[float], across: list[float]) -> None:

@@ -19,6 +19,7 @@ from ..tools.files import write_atomically
 from .drawings import sheet
 from .folder import finite
 from .logger import Logger
+from .paths import SAMPLES, epoch_name
 from .reward_hacking import best, hacking
 
 
@@ -49,12 +50,12 @@ class Evaluations:
             if self.accelerator.is_main_process and len(found.pictures):
                 captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
                 with self.logger.writing():
-                    path = self.logger.folder / "samples" / f"epoch_{epoch:06d}.png"
+                    path = self.logger.folder / SAMPLES / f"{epoch_name(epoch)}.png"
                     boxes = sheet(found.pictures, captions, path)
                     pictures = [shown | {"box": box} for shown, box in zip(found.shown(), boxes, strict=True)]
                     index = {"format": "arborl.sheet", "version": 1, "epoch": epoch, "pictures": pictures}
                     write_atomically(path.with_suffix(".json"), json.dumps(index, indent=1, ensure_ascii=False))
-                self.logger.show("samples", epoch, path, captions, found.pictures)
+                self.logger.show(SAMPLES, epoch, path, captions, found.pictures)
         shown = ", ".join(
             f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
             + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")

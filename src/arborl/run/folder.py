@@ -1,4 +1,4 @@
-"""A run on disk: the names of its files, its metrics, and how its folder is claimed."""
+"""A run on disk: its metrics, its settings by key, and how its folder is claimed."""
 
 import errno
 import json
@@ -12,17 +12,14 @@ from ..config import save_config, with_whole_paths
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..tools.files import sync, umask
+from .paths import CONFIG, METRICS
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
 
 
-LOCK = ".lock"
-"""In a run's folder, held by the process that writes there."""
-
-
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl; a last one that a kill cut short is left out."""
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
     return [_row(folder, number, line) for number, line in enumerate(lines[:-1], 1)]
 
@@ -34,7 +31,7 @@ def _row(folder: Path, number: int, line: str) -> dict[str, Any]:
             raise ValueError
         return row
     except ValueError:
-        problem = f"line {number} of its metrics.jsonl is damaged"
+        problem = f"line {number} of its {METRICS} is damaged"
         raise InputError("run", folder, problem, "the run without that line") from None
 
 
@@ -75,11 +72,16 @@ def changes(before: Config, after: Config) -> list[str]:
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
+def check_is_run(folder: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        raise InputError("run", folder, f"is not a run folder (it has no {CONFIG})")
+
+
 def check_folder(config: Config, resume: Path | None) -> None:
     """A run is never overwritten: its name must be new, or it is the one that goes on."""
     folder = Path(config.log.dir) / config.run_name
-    if resume and not (resume / "config.yaml").is_file():
-        raise InputError("run", resume, "is not a run folder (it has no config.yaml)")
+    if resume:
+        check_is_run(resume)
     if not resume and config.run_name != "auto" and folder.exists():
         raise _taken(config, folder)
 
@@ -107,8 +109,8 @@ def claim_folder(config: Config) -> Path:
             folder = base / name
             if folder.exists() and config.run_name == "auto":
                 continue
-            save_config(replace(with_whole_paths(config), run_name=name), aside / "config.yaml")
-            sync(aside / "config.yaml")
+            save_config(replace(with_whole_paths(config), run_name=name), aside / CONFIG)
+            sync(aside / CONFIG)
             try:
                 if folder.exists():
                     raise FileExistsError

@@ -1,7 +1,6 @@
 """What a run writes and shows while it goes on: metrics, trackers, messages, progress."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -23,9 +22,8 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
-from ..tools.files import sync, take, write_atomically
+from ..tools.files import atomic, sync, take, write_atomically
 from .folder import (
-    LOCK,
     STAGES,
     claim_folder,
     finite,
@@ -33,6 +31,7 @@ from .folder import (
     read_metrics,
     training_seconds,
 )
+from .paths import CONFIG, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
 from .trackers import show, start
 
 BLOCKS = 24
@@ -88,7 +87,7 @@ class Logger:
         self.trained += training_seconds(metrics)
         with self.writing():
             if self.main:
-                with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(finite(metrics)) + "\n")
             self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
         return metrics
@@ -117,8 +116,8 @@ class Logger:
 
     def sync(self) -> None:
         """Have the metrics on the disk, before a checkpoint that comes after them."""
-        if self.main and (self.folder / "metrics.jsonl").is_file():
-            sync(self.folder / "metrics.jsonl")
+        if self.main and (self.folder / METRICS).is_file():
+            sync(self.folder / METRICS)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)
@@ -152,17 +151,16 @@ class Logger:
         """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
         kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
         with self.writing():
-            for name in ("summary.json", "report.html"):  # of an end that is none any more
+            for name in (SUMMARY, REPORT):  # of an end that is none any more
                 (self.folder / name).unlink(missing_ok=True)
-            for path in [*self.folder.glob("trees/epoch_*"), *self.folder.glob("samples/epoch_*")]:
+            for path in [*self.folder.glob(f"{TREES}/*"), *self.folder.glob(f"{SAMPLES}/*")]:
                 # An evaluation is of the weights that its epoch starts from: this epoch's are these.
-                undone = epoch + (path.parent.name == "samples")
-                if (found := re.match(r"epoch_(\d+)", path.name)) and int(found[1]) >= undone:
+                undone = epoch + (path.parent.name == SAMPLES)
+                if (of := epoch_of(path.name)) is not None and of >= undone:
                     path.unlink()
-            write_atomically(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-            save_config(with_whole_paths(config), self.folder / ".config.yaml.tmp")
-            sync(self.folder / ".config.yaml.tmp")
-            (self.folder / ".config.yaml.tmp").replace(self.folder / "config.yaml")
+            write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+            with atomic(self.folder / CONFIG) as aside:
+                save_config(with_whole_paths(config), aside)
         self.trained = sum(map(training_seconds, kept))
 
 

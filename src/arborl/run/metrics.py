@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.tree import Plan
-from ..distributed.gather import gather, gather_words
+from ..distributed.gather import gather, gather_words, max_rank
 from ..engine.update import SUMS, Stats
 from ..rewards import Rewards, Scores
 
@@ -52,7 +52,7 @@ def update_metrics(
     metrics |= {"edges": edges, "parents": parents}
     metrics |= {name: value / edges for name, value in summed.items() if edges and (with_kl or name != "kl")}
     return metrics | {
-        "ratio_error": float(gather(stats.ratio_error.cpu().view(1), accelerator).max()),
+        "ratio_error": max_rank(float(stats.ratio_error), accelerator),
         "grad_norm": stats.grad_norm,
         "steps": stats.steps,
         "steps_skipped": stats.skipped,

@@ -15,7 +15,8 @@ from ..engine.precompute import precompute_embeddings
 from ..engine.state import trainable
 from ..models import Model, load_model
 from .checkpoint import latest_valid, load_weights, problem_with, weights_of
-from .folder import flat
+from .folder import check_is_run, flat
+from .paths import CHECKPOINTS, CONFIG, SUMMARY
 from .setup import start_accelerator
 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
@@ -41,15 +42,15 @@ def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) ->
         return Started(load_config(name or "tree", overrides), None)
     if str(resume) != "auto":
         config = config_of(resume, name, overrides)
-        check_same(read_config(resume / "config.yaml"), config)
+        check_same(read_config(resume / CONFIG), config)
         return Started(config, resume)
     config = load_config(name or "tree", overrides)
     if config.run_name == "auto":
         raise InputError("run_name", "auto", "--resume auto must know which run it is about", "a name")
     folder = Path(config.log.dir) / config.run_name
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG).is_file():
         return Started(config, None)
-    before = read_config(folder / "config.yaml")
+    before = read_config(folder / CONFIG)
     for section, size in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
         if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
             setattr(getattr(config, section), size, getattr(getattr(before, section), size))
@@ -59,14 +60,14 @@ def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) ->
 
 
 def _is_over(folder: Path, config: Config) -> bool:
-    if not (folder / "summary.json").is_file():
+    if not (folder / SUMMARY).is_file():
         return False
     try:
-        summary = json.loads((folder / "summary.json").read_bytes())
+        summary = json.loads((folder / SUMMARY).read_bytes())
         spent = 0 < config.train.max_seconds <= summary["train_seconds"]
         return summary["epochs"] >= config.train.epochs or spent
     except (ValueError, KeyError, TypeError):
-        raise InputError("run", folder, "its summary.json is damaged", "the run without that file") from None
+        raise InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file") from None
 
 
 def check_same(before: Config, after: Config) -> None:
@@ -84,11 +85,10 @@ def config_of(run: Path | None, name: str | None, overrides: Sequence[str]) -> C
     if run is None:
         return load_config(name or "tree", overrides)
     run, _ = _run_and_checkpoint(run)
-    if not (run / "config.yaml").is_file():
-        raise InputError("run", run, "is not a run folder (it has no config.yaml)")
+    check_is_run(run)
     if name is not None:
         raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
-    return read_config(run / "config.yaml", overrides)
+    return read_config(run / CONFIG, overrides)
 
 
 def checkpoint_of(run: Path) -> Path:
@@ -120,4 +120,4 @@ def load(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
 
 def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     """A run's folder, or one of the checkpoints in it."""
-    return (path.parent.parent, path) if path.parent.name == "checkpoints" else (path, None)
+    return (path.parent.parent, path) if path.parent.name == CHECKPOINTS else (path, None)

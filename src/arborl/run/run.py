@@ -34,6 +34,7 @@ from .evaluations import Evaluations
 from .guards import Guards
 from .logger import Logger
 from .metrics import score_metrics, std, update_metrics
+from .paths import CHECKPOINTS, TREES, epoch_name, epoch_of
 from .summary import sum_up
 from .trees import TreeFile, previews
 
@@ -142,11 +143,11 @@ class Run:
             pictures=previews(self.model, record.clean[shown], settled(self.config.sample.decode_batch_size)),
             latents=record.latents[0].cpu(),
         )
-        stem = self.logger.folder / "trees" / f"epoch_{epoch:06d}"
+        stem = self.logger.folder / TREES / epoch_name(epoch)
         with self.logger.writing():
             tree.save(stem)
             draw_tree(tree, stem.with_suffix(".png"))
-        self.logger.show("trees", epoch, stem.with_suffix(".png"), [tree.prompt])
+        self.logger.show(TREES, epoch, stem.with_suffix(".png"), [tree.prompt])
 
     def complete_epoch(
         self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, share: LocalPrompts
@@ -185,7 +186,7 @@ class Run:
     def _save_best(self) -> None:
         if self.keeps:
             with self._saving():
-                save_best(self.state, self.logger.folder / "checkpoints", self.accelerator.is_main_process)
+                save_best(self.state, self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -202,7 +203,7 @@ class Run:
         """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
         if self.keeps:
             save_checkpoint(
-                self.state, self.logger.folder / "checkpoints", self.config.log.keep, self.accelerator.is_main_process
+                self.state, self.logger.folder / CHECKPOINTS, self.config.log.keep, self.accelerator.is_main_process
             )
 
     def save_if_due(self) -> None:
@@ -246,8 +247,8 @@ class Run:
                     self.save()
                 except InputError as error:
                     self.logger.say(str(error))
-            kept = checkpoints(self.logger.folder / "checkpoints")
-            after = f"{int(kept[-1].name.removeprefix('epoch_'))} epochs" if kept else "no epoch"
+            kept = checkpoints(self.logger.folder / CHECKPOINTS)
+            after = f"{epoch_of(kept[-1].name)} epochs" if kept else "no epoch"
             self.logger.say(f"stopped; {after} saved. To go on: arborl train --resume {self.logger.folder}")
         self.logger.close()
         if self.finished or together.agreed:

@@ -40,6 +40,7 @@ from .checkpoint import drop_best_from, latest_valid, load_checkpoint, quarantin
 from .folder import changes, check_folder, read_metrics, training_seconds
 from .inputs import load_inputs, probe
 from .logger import Logger
+from .paths import CHECKPOINTS, CONFIG, SUMMARY
 from .run import Run
 from .trackers import check_login, trackers
 
@@ -73,13 +74,13 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
                 problem = "holds other prompts than when the run began"
                 raise InputError("prompts.path", config.prompts.path, problem, "the same, wherever they lie")
             load_checkpoint(state, checkpoint)
-    before = read_config(resume / "config.yaml") if resume else config
+    before = read_config(resume / CONFIG) if resume else config
     changed = changes(with_whole_paths(before), with_whole_paths(config))
     run = Logger(config, accelerator, resume, state.epoch, quiet)
     with fail_together(accelerator), run.writing():
         if resume and accelerator.is_main_process:
-            remove_partial(resume / "checkpoints")
-            drop_best_from(resume / "checkpoints", state.epoch)
+            remove_partial(resume / CHECKPOINTS)
+            drop_best_from(resume / CHECKPOINTS, state.epoch)
             for path, problem in damaged.items():
                 kept = quarantine(path)
                 run.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
@@ -97,7 +98,7 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
 
 def check_goes_on(config: Config, run: Path, epoch: int) -> None:
     """There must be something left to do."""
-    train, over = config.train, (run / "summary.json").exists()
+    train, over = config.train, (run / SUMMARY).exists()
     if train.epochs < epoch or (train.epochs == epoch and over):
         raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", "more, to go on")
     used = sum(training_seconds(row) for row in read_metrics(run) if row["epoch"] < epoch)

@@ -12,6 +12,7 @@ from .drawings import cell_of, interleave
 from .evaluations import Evaluations
 from .folder import seconds_by_stage
 from .logger import Logger
+from .paths import BEFORE_AFTER, BEST, CHECKPOINTS, SAMPLES, SUMMARY, TREES, epoch_name
 from .reward_hacking import best
 
 
@@ -42,12 +43,12 @@ def sum_up(
     shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
     logger.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
     if top and top["epoch"] not in (0, epochs):
-        where, value = logger.folder / "checkpoints" / "best", top[f"eval/{best_by}"]
+        where, value = logger.folder / CHECKPOINTS / BEST, top[f"eval/{best_by}"]
         there = where.is_dir() and read_header(where)["epoch"] == top["epoch"]
         kept = where if there else "not kept, as the run went on"
         logger.say(f"{best_by} was highest after {top['epoch']} epochs, {value:.4f}: {kept}")
     _show(logger, epochs, evaluations)
-    write_atomically(logger.folder / "summary.json", json.dumps(summary, indent=1))
+    write_atomically(logger.folder / SUMMARY, json.dumps(summary, indent=1))
     try:
         logger.say(f"all of it on one page: {write_report(logger.folder)}")
     except (InputError, OSError) as error:  # the run is whole without it, and `arborl report` makes it later
@@ -58,9 +59,9 @@ def sum_up(
 def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
     """Where to look: the same captions before and after, and one tree."""
     assert evaluations.newest
-    before, after = (logger.folder / "samples" / f"epoch_{epoch:06d}.png" for epoch in (0, epochs))
+    before, after = (logger.folder / SAMPLES / f"{epoch_name(epoch)}.png" for epoch in (0, epochs))
     if epochs and before.is_file() and after.is_file():
-        both = logger.folder / "samples" / "before_after.png"
+        both = logger.folder / SAMPLES / BEFORE_AFTER
         try:
             names = ["before", f"after {epochs} epochs"]
             interleave([before, after], names, both, cell_of(evaluations.newest[1].pictures))
@@ -69,5 +70,5 @@ def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
             if error.errno:  # it is the disk's
                 raise
             logger.warn_once(f"no picture of before and after: a sheet cannot be read ({error})")
-    if trees := sorted((logger.folder / "trees").glob("epoch_*.png")):
+    if trees := sorted((logger.folder / TREES).glob("epoch_*.png")):
         logger.say(f"a tree, with its pictures and advantages: {trees[-1]}")

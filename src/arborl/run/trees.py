@@ -16,6 +16,7 @@ from ..core.schedule import Schedule
 from ..core.tree import Plan
 from ..engine.score import as_bytes, stills
 from ..models.base import Model
+from ..tools.files import atomic, write_atomically
 
 VERSION, READABLE = 3, (2, 3)  # version 2 has no ratios
 
@@ -69,12 +70,9 @@ class TreeFile:
             "scores": list(self.scores),
         }
         stem.parent.mkdir(parents=True, exist_ok=True)
-        aside = stem.with_suffix(".safetensors.tmp")
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
-        aside.replace(stem.with_suffix(".safetensors"))
-        aside = stem.with_suffix(".json.tmp")
-        aside.write_text(json.dumps(head, indent=1, ensure_ascii=False), encoding="utf-8")
-        aside.replace(stem.with_suffix(".json"))
+        with atomic(stem.with_suffix(".safetensors")) as aside:
+            save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, aside)
+        write_atomically(stem.with_suffix(".json"), json.dumps(head, indent=1, ensure_ascii=False))
 
     @classmethod
     def load(cls, stem: Path) -> "TreeFile":

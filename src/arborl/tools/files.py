@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -46,16 +48,29 @@ def is_taken(path: Path) -> bool:
     return False
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A file that is there complete or as it was before."""
-    aside = path.with_name(f".{path.name}.tmp")
+@contextmanager
+def atomic(path: Path, cache: bool = False) -> Iterator[Path]:
+    """A file that is there complete or as it was before: what is written aside, to the path that is given, takes its
+    place at the end of the block.
+
+    A `cache` can be made again, and several processes may make it: each has a path of its own, and none waits for the
+    disk.
+    """
+    aside = path.with_name(f".{path.name}{f'.{os.getpid()}' if cache else ''}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
-        sync(aside)
+        yield aside
+        if not cache:
+            sync(aside)
         aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with atomic(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,20 @@
+"""The names of a run's files, and nothing else: whoever looks into a run's folder asks here."""
+
+import re
+
+CONFIG, METRICS, SUMMARY, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "report.html"
+TREES, SAMPLES, BEFORE_AFTER = "trees", "samples", "before_after.png"
+CHECKPOINTS, BEST = "checkpoints", "best"
+LOCK = ".lock"
+"""Held by the process that writes to the folder."""
+
+
+def epoch_name(epoch: int) -> str:
+    """What is kept of an epoch begins with this: a tree, a sheet of samples, a checkpoint."""
+    return f"epoch_{epoch:06d}"
+
+
+def epoch_of(name: str) -> int | None:
+    """The epoch of such a name; None where it is none."""
+    found = re.match(r"epoch_(\d{6,})", name)
+    return int(found[1]) if found else None
