@@ -1,0 +1,26 @@
+"""Runs come to the numbers that were recorded: bit for bit on the same kind of processor, else to rounding."""
+
+from pathlib import Path
+
+import pytest
+from recorded.runs import PRESETS, Case, cases, differences, machine, numbers, recorded
+
+from arborl.config import presets
+
+EVERY_TIME = {"mixture-full", "tree-full", "branch_mix-lora", "mixture-full-two", "ddpo-lora-resumed"}
+"""Of each kind one; the others, a hundred, under slow."""
+
+
+def test_every_preset_is_recorded():
+    assert sorted(PRESETS) == presets()
+    assert {case.recorded_as() for case in cases()} == recorded()["runs"].keys()
+    assert {case.name for case in cases()} > EVERY_TIME
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in EVERY_TIME else pytest.mark.slow, id=case.name) for case in cases()],
+)
+def test_the_numbers_are_as_recorded(case: Case, tmp_path: Path):
+    known = recorded()
+    assert not differences(known["runs"][case.recorded_as()], numbers(case, tmp_path), known["machine"] == machine())
