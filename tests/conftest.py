@@ -67,6 +67,7 @@ from bench.pipelines import build  # noqa: E402
 from browser import MISSING  # noqa: E402
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")

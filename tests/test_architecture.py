@@ -8,7 +8,8 @@ import pytest
 
 from arborl.config import knobs
 
-SOURCE = Path(__file__).parent.parent / "src" / "arborl"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "arborl"
 ORDER = [
     "core",
     "tools",
@@ -119,3 +120,11 @@ def test_the_core_names_no_setting(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     keys = [key for key, _ in knobs() if "." in key]
     assert not [key for key in keys if re.search(rf"\b{re.escape(key)}\b", text)]
+
+
+def test_tests_lie_as_the_source_does() -> None:
+    """In a folder for each package; what is of the whole project, or of a verb, beside them."""
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    folders = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS}
+    assert {folder.name for folder in folders} <= packages
+    assert {folder.parent for folder in folders} == {TESTS}

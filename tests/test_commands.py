@@ -29,9 +29,9 @@ from arborl.rewards.serve import app
 from arborl.rewards.simple import brightness
 from arborl.run.folder import flat
 from arborl.worlds.scenes.grammar import split
-from test_docs import FENCED, MARK, NEEDS, PAGES, ROOT, SHELLS_OWN, shell
 
 from conftest import TINY
+from test_docs import FENCED, MARK, NEEDS, PAGES, ROOT, SHELLS_OWN, shell
 
 ELSEWHERE = {"extending.md"}
 FIRST_HOUR = {"README.md", "tutorial.md"}

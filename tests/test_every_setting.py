@@ -32,9 +32,9 @@ from arborl.run.setup import assemble, start_accelerator
 from arborl.trainer import train
 from arborl.worlds.mixture import MixtureModel
 from bench.reward_files import clip_folder, clip_tokenizer
-from launching import timeless
 
 from conftest import CPU, TINY
+from launching import timeless
 
 Look = Callable[[list[str], Path], Any]
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from recorded.runs import PRESETS, Case, cases, differences, machine, numbers, recorded
 
 from arborl.config import presets
+
+from recorded.runs import PRESETS, Case, cases, differences, machine, numbers, recorded
 
 EVERY_TIME = {"mixture-full", "tree-full", "branch_mix-lora", "mixture-full-two", "ddpo-lora-resumed"}
 """Of each kind one; the others, a hundred, under slow."""

@@ -18,6 +18,7 @@ from arborl.cli import main
 from arborl.config import load_config
 from arborl.run.checkpoint import checkpoints, latest_valid, problem_with
 from arborl.trainer import train
+
 from launching import (
     Ended,
     Fork,

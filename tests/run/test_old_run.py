@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-OLD = Path(__file__).parent / "golden" / "run_0_1_0"
+from conftest import ROOT
+
+OLD = ROOT / "tests" / "golden" / "run_0_1_0"
 CELL = "tree"
 SETTINGS = [
     "sample.num_prompts=8",

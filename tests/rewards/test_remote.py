@@ -40,8 +40,11 @@ from arborl.rewards.client import read_answer
 from arborl.rewards.remote import RemoteReward
 from arborl.rewards.serve import read_png, serve
 
+from conftest import ROOT
+
 TOKEN = "a-token-of-tests"
-DOCS = Path(__file__).parent.parent / "docs" / "rewards.md"
+
+DOCS = ROOT / "docs" / "rewards.md"
 
 EXAMPLE = """\
 import base64, hmac, json, os, sys, zlib

@@ -42,9 +42,10 @@ from bench.reward_files import (
     image_reward,
     open_clip,
 )
+
+from conftest import ROOT
 from launching import forked
 
-ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 WEIGHTLESS = [name for name, known in BUILT_IN.items() if not known.needs]
 NETWORKS = ["hps", "pickscore", "clipscore", "aesthetic", "imagereward"]

@@ -1,6 +1,6 @@
 """Whatever a user writes, in an override, a yaml file or a run's name, is a valid plan or one line.
 
-`FUZZ=20 pytest tests/test_fuzz.py` tries twenty times as much.
+`FUZZ=20 pytest tests/cli/test_fuzz.py` tries twenty times as much.
 """
 
 import os

@@ -19,9 +19,9 @@ from arborl.data.embedding_cache import Embeddings, cache_folder, fingerprint
 from arborl.data.prompts import Prompts, prompt_order
 from arborl.engine.precompute import texts_of_a_run
 from arborl.trainer import train
-from launching import ranks
 
 from conftest import tiny_overrides
+from launching import ranks
 
 
 class Encoder:

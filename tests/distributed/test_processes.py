@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from arborl.models import compile
 from arborl.run.checkpoint import problem_with
+
+from conftest import tiny_overrides
 from launching import (
     PATIENCE,
     ROOT,
@@ -25,8 +27,6 @@ from launching import (
     rows_of,
     timeless,
 )
-
-from conftest import tiny_overrides
 
 MIXTURE = [
     "--config-name=mixture",

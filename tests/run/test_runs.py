@@ -17,6 +17,7 @@ from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_asks
 from arborl.run.folder import claim_folder
 from arborl.trainer import train
+
 from launching import Fork, assert_same_run, last_checkpoint, rows_of, timeless
 
 MIXTURE = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=8", "log.record_every=0", "train.ema_decay=0.9"]

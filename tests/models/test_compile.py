@@ -1,51 +1,24 @@
-"""Speed without another result: compiled code, adapters merged for sampling, micro-batches, overlap, and the clock."""
+"""Compiled code, and adapters merged for sampling: faster, with no other result."""
 
-import itertools
 import json
-import threading
-import time
 from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from arborl.config import load_config
-from arborl.config.schema import Config
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
-from arborl.data.prompts import Prompts
-from arborl.engine.autotune import compiles, find_bitwise_batch_sizes, forward_flops
-from arborl.engine.batches import batches, to_device
-from arborl.engine.checks import RATIO_BOUND_COMPILED, ratio_bound, watching_for_overflow
+from arborl.engine.checks import watching_for_overflow
 from arborl.engine.method import make_plan
 from arborl.engine.rollout import sample_trees, trained_batch
-from arborl.engine.score import decode_and_score
 from arborl.models import compile, load_model, lora
-from arborl.rewards import Rewards
-from arborl.run.folder import STAGES
-from arborl.run.logger import BLOCKS, Logger, time_split
 from arborl.trainer import train
 
-from conftest import CPU, make, tiny_overrides
+from conftest import make, tiny_overrides
 
 TEXTS = ["a red house", "a dog"]
-
-
-@given(st.integers(0, 200), st.integers(1, 40), st.booleans(), st.sets(st.integers(1, 50)).map(sorted))
-def test_micro_batches_walk_through_everything_once_in_calls_of_known_sizes(count, size, pad, sizes):
-    found = list(batches(count, size, pad, sizes))
-    walked = [int(row) for batch in found for row in batch.rows[: batch.valid]]
-    assert walked == list(range(count))
-    for batch in found:
-        length = len(batch.rows)
-        assert batch.valid <= length <= size
-        assert length == size or not pad
-        assert length in (size, batch.valid, *sizes)
-        assert not [some for some in sizes if batch.valid <= some < length] or pad
-        assert not batch.rows[batch.valid :].any()
 
 
 def rows_of(model, count: int):
@@ -119,57 +92,6 @@ def test_a_compiled_run_is_the_run(tiny_folder, tmp_path, monkeypatch, capsys):
     torch._dynamo.reset()
 
 
-def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
-    config, model = make([*tiny_overrides("sd3", tiny_folder("sd3")), "tree.s=0", "train.batch_size=3"])
-    moved(model)
-    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
-    cond, ids = model.encode(TEXTS), torch.arange(2)
-    plain = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample)
-    seen, predict = [], model.predict
-
-    def spy(x, t, cond):
-        merged = any(layer.disable_adapters for layer in lora._layers(model.module))
-        seen.append((len(x), torch.is_grad_enabled(), merged))
-        return predict(x, t, cond)
-
-    model.predict, model.compiled = spy, True
-    record = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
-    # Two stochastic levels of 2 and 4 rows in the update's micro-batches of 3, no row alone; then three of 8 at once.
-    assert seen == [(rows, True, False) for rows in (2, 3, 2)] + [(8, False, True)] * 3
-    torch.testing.assert_close(record.latents, plain.latents, rtol=1e-4, atol=1e-4)
-    assert not record.latents.requires_grad
-    assert not record.log_density.requires_grad
-
-
-@pytest.mark.parametrize("odd", [(), (2, 3), (6,), (3, 5, 6)])
-def test_trained_rows_come_in_calls_that_are_rounded_alike(tiny_folder, odd):
-    own = ["tree.s=0", "tree.w=2", "sample.num_prompts=3", "train.batch_size=8"]
-    config, model = make([*tiny_overrides("sd3", tiny_folder("sd3")), *own])
-    before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-    adapters = [p for name, p in model.module.named_parameters() if ".lora_B." in name]
-    seen, plain = [], model.predict
-
-    def answers(x, t, cond):
-        seen.append((len(x), all(bool(p.all()) for p in adapters)))
-        return plain(x[:1], t[:1], cond[:1]).expand(x.shape) * (1.001 if len(x) in odd else 1)
-
-    model.predict, model.compiled = answers, True
-    told = find_bitwise_batch_sizes(config, model, 1, "a dog")
-    assert seen == [(size, True) for size in (8, *range(2, 8))]
-    assert model.bitwise_batch_sizes == tuple(size for size in range(2, 9) if size not in odd)
-    assert [f"of {', '.join(map(str, odd))} rows would not be rounded like those of 8" in line for line in told] == (
-        [True] if odd else []
-    )
-    assert all(torch.equal(p, before[name]) for name, p in model.module.named_parameters())
-    seen.clear()
-    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
-    cond, ids = model.encode([*TEXTS, "a cat"]), torch.arange(3)
-    sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
-    sizes = [size for size, perturbed in seen if not perturbed]
-    assert sizes[:2] == [min(size for size in model.bitwise_batch_sizes if size >= level) for level in (3, 6)]
-    assert sizes[2:] == [12] * (len(plan.levels) - 2)  # where nothing is trained, as they come
-
-
 def test_merged_adapters_are_the_policy_and_leave_nothing_behind(tiny_folder):
     _, model = make(tiny_overrides("sd3", tiny_folder("sd3")))
     given_rows = rows_of(moved(model), 3)
@@ -199,53 +121,10 @@ def test_merged_adapters_are_the_policy_and_leave_nothing_behind(tiny_folder):
     assert {n for n, p in model.module.named_parameters() if p.requires_grad} == {n for n in before if ".lora_" in n}
 
 
-def test_operations_are_the_models_own(sd3_overrides):
-    """Guidance is two forwards, and an adapter is left out, whatever its rank."""
-    counts = []
-    for more in ([], ["model.lora.rank=64"], ["sample.guidance_scale=2"], ["model.train=full"]):
-        _, model = make([*sd3_overrides, *more])
-        counts.append(forward_flops(model, "a dog"))
-    assert counts[0] == counts[1] == counts[3]
-    assert counts[2] == 2 * counts[0]
-    blocks = sum(p.numel() for name, p in model.module.named_parameters() if "transformer_blocks" in name)
-    tokens = (64 // 4 // 4) ** 2  # pictures shrink by 4, and patches are 4 wide
-    assert 0.5 * 2 * blocks * tokens < counts[0] < 8 * 2 * blocks * tokens
-
-
-def test_compiling_is_for_long_runs_on_a_gpu():
-    def asked(device: str, flops: float, *overrides: str) -> tuple[bool, list[str]]:
-        return compiles(load_config("tree", list(overrides)), int(flops), torch.device(device))
-
-    assert asked("cpu", 1e15) == (False, [])
-    how, (told,) = asked("cuda", 1e13)
-    assert how
-    assert told.startswith("compile=auto: on (the run has ")
-    assert not asked("cuda", 1e9)[0]
-    how, (told,) = asked("cuda", 1e13, "model=mixture", "rewards=place")  # nobody has seen that on a GPU
-    assert not how
-    assert "compile=on tries it" in told
-    assert not asked("cuda", 1e12, "train.epochs=1")[0]
-    assert not asked("cuda", 1e13, "train.max_seconds=60")[0]
-    assert asked("cpu", 1e9, "compile=on") == (True, [])
-    assert asked("cuda", 1e15, "compile=off") == (False, [])
-
-
 def test_yaml_takes_on_for_true(tmp_path):
     for written, meant in (("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")):
         (tmp_path / "own.yaml").write_text(f"defaults: [tree, _self_]\ncompile: {written}\n")
         assert load_config(str(tmp_path / "own.yaml"), []).compile == meant
-
-
-def test_how_far_from_one_a_first_ratio_may_be(sd3_overrides):
-    from accelerate import Accelerator
-
-    _, model = make(sd3_overrides)
-    accelerator = Accelerator(cpu=True)
-    assert ratio_bound(model, accelerator) == 1e-6
-    next(model.module.parameters()).data = next(model.module.parameters()).bfloat16()
-    assert ratio_bound(model, accelerator) == 1e-4
-    model.compiled = True  # then rollout and update run the same code
-    assert ratio_bound(model, accelerator) == RATIO_BOUND_COMPILED == 1e-5
 
 
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
@@ -300,67 +179,6 @@ def test_a_half_precision_that_draws_something_else_is_left(tiny_folder, monkeyp
     monkeypatch.setattr(model, "pixels", pixels)
     assert model.check_decoder(latents) == []
     assert model.decoding == torch.bfloat16
-
-
-def test_stages_within_stages_are_counted_once(tmp_path):
-    from arborl.run.setup import start_accelerator
-
-    config = Config()
-    config.log.dir, config.log.trackers = str(tmp_path), []
-    run = Logger(config, start_accelerator(config), None, 0, quiet=True)
-    start = time.perf_counter()
-    with run.stage("reward"):
-        time.sleep(0.02)
-        for _ in range(2):
-            with run.stage("decode"):
-                time.sleep(0.03)
-    whole = time.perf_counter() - start
-    assert run.seconds["decode"] >= 0.06
-    assert 0.02 <= run.seconds["reward"] < whole - 0.06 + 1e-3
-    assert sum(run.seconds.values()) == pytest.approx(whole, abs=2e-3)
-    run.close()
-
-
-@given(st.lists(st.floats(0, 1e4), min_size=len(STAGES), max_size=len(STAGES)))
-def test_the_bar_shows_what_counts_and_is_never_longer_than_it_may(seconds):
-    row = {f"time/{name}": spent for name, spent in zip(STAGES, seconds, strict=True)}
-    shown = time_split(row | {"tflops/rollout": 431.2, "tflops/update": 520.0})
-    assert shown.count("▇") <= BLOCKS + len(STAGES)
-    assert shown.endswith("TFLOP/s: rollout 431, update 520")
-    longest = max(seconds)
-    if longest > 1:
-        assert f"{STAGES[seconds.index(longest)]} ▇" in shown
-
-
-def test_pictures_are_decoded_while_servers_score_others():
-    """The first answer comes only once the second pictures are decoded; one at a time it never would."""
-    _, model = make(["model=mixture"])
-    further, decoded = threading.Event(), itertools.count(1)
-    decode = model.decode
-
-    def counted(latents):
-        if next(decoded) == 2:
-            further.set()
-        return decode(latents)
-
-    class Server:
-        elsewhere = True
-
-        def __call__(self, images, prompts, columns):
-            assert further.wait(20)
-            assert not torch.is_grad_enabled()
-            return torch.arange(float(len(images)))
-
-    model.decode = counted
-    rewards = Rewards({"x": Server()}, {"x": 1.0})
-    leaves = torch.randn(3, 2, *model.latent_shape)
-    scored = decode_and_score(model, rewards, leaves, Prompts(["a", "b", "c"], {}), 2)
-    assert scored.scores.total.tolist() == [[0, 1]] * 3
-
-
-def test_a_host_tensor_is_placed():
-    values = torch.arange(3)
-    assert torch.equal(to_device(values, CPU), values)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.config import load_config
+from arborl.config import load_config, options
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
 from arborl.core.plans import PLANS
@@ -22,7 +22,6 @@ from arborl.engine.rollout import sample_trees
 from arborl.worlds.mixture import Mixture
 
 from conftest import make
-from test_presets import PRESETS
 
 
 def plan_json(*arguments: str) -> dict:
@@ -72,7 +71,7 @@ class TestCounts:
         assert plan.step[plan.stochastic].unique().tolist() == list(range(19))
         assert plan.coefficients.std[plan.step == 19].abs().max() == 0
 
-    @pytest.mark.parametrize("name", PRESETS)
+    @pytest.mark.parametrize("name", options("algo"))
     def test_costs_add_up_to_the_epochs_a_budget_allows(self, name: str):
         config = load_config(name)
         epochs = epochs_within(config, 3e5)

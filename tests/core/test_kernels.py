@@ -1,7 +1,6 @@
 """Kernels against the reference projects' numbers, torch's own Normal, samples, and diffusers' scheduler."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from arborl.core.schedule import Schedule, shifted
 from arborl.core.tree import deterministic, grow
 from arborl.models.sd import ddim_schedule
 
+from conftest import ROOT
 from tiny_ddim import TinyDDIM
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "kernels_and_trees.json").read_text())
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "kernels_and_trees.json").read_text())
 FLOW = [kernel for kernel in KERNELS if kernel != "ddim"]
 CASES = [(kernel, i) for kernel in ("flow_sde", "dance_sde") for i in range(len(GOLDEN[kernel]))]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +24,11 @@ from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
 
+from conftest import ROOT
 from test_counts import random_plan
 
 DEFAULTS = {"temperature": 1.0, "backup": "softmax", "fusion": "mean", "group": "tree"}
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "kernels_and_trees.json").read_text())["branch_depthwise"]
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "kernels_and_trees.json").read_text())["branch_depthwise"]
 SCORES = st.floats(-50, 50, allow_nan=False, width=32)
 
 
