@@ -101,7 +101,7 @@ def waits(found: list[str]) -> Iterator[None]:
         return
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(rollout=True) as heard:
             warnings.simplefilter("always")
             yield
         found += [f"{Path(w.filename).name}:{w.lineno}" for w in heard if "synchroniz" in str(w.message)]
@@ -130,28 +130,28 @@ class Bench:
         self.job.config = config
         middle = min((config.sample.num_steps - config.tree.w) // 2, window_positions(config, self.schedule) - 1)
         plan, run, model = make_plan(config, self.schedule, middle), self.job.logger, self.model
-        key, share = fold(config.seed, middle), self.job.share()
+        key, local = fold(config.seed, middle), self.job.local_prompts()
         forget_peak(self.job.accelerator.device)
         run.seconds.clear()
         with run.stage("encode"):
-            cond = model.encode(share.prompts.texts)
+            cond = model.encode(local.prompts.texts)
         with run.stage("rollout"):
             twin = trained_batch(model, config)
-            record = sample_trees(model, plan, cond, key, share.ids, config.sample, trained_batch=twin)
+            rollout = sample_trees(model, plan, cond, key, local.ids, config.sample, trained_batch=twin)
         with run.stage("reward"):
-            scores = self.job.score(record, share)
+            scores = self.job.score(rollout, local)
         with run.stage("advantage"):
-            advantage = self.job.advantage(plan, scores, record)
-            keep = prune(plan, advantage, pruning(config, plan, middle), key, share.ids)
+            advantage = self.job.advantage(plan, scores, rollout)
+            keep = prune(plan, advantage, pruning(config, plan, middle), key, local.ids)
         with run.stage("update"):
             if edge_by_edge:
-                stats = self.each_edge(record, advantage, keep)
+                stats = self.each_edge(rollout, advantage, keep)
             else:
-                given = model, self.job.state, self.job.accelerator, record, advantage, keep, config, key, share
+                given = model, self.job.state, self.job.accelerator, rollout, advantage, keep, config, key, local
                 stats = update(*given, examine=False)
-        row = Row(self.name, way, plan.forwards * share.total, int(stats.sums["parents"]), scores.total.numel())
+        row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scores.total.numel())
         row.seconds = dict(run.seconds)
-        parents = row.parents if not edge_by_edge else len(plan.trained_parents) * share.total  # what is needed
+        parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed
         calls = {"rollout": row.forwards, "update": BACKWARD_COST * parents}
         row.share = {name: self.job.flops * n / run.seconds[name] / self.peak for name, n in calls.items()}
         row.memory, row.ratio = memory_in_use(self.job.accelerator.device) / 2**30, float(stats.ratio_error)
@@ -161,10 +161,10 @@ class Bench:
     def full_frontier(self) -> float:
         """Share of the peak while every leaf's path advances."""
         config, model = self.config, self.model
-        share = self.job.share()
-        cond, leaves = model.encode(share.prompts.texts), config.tree.k**config.tree.w
-        rows = torch.tensor([[p, 0, n] for p in range(share.total) for n in range(leaves)], device=model.device)
-        x = model.noise(fold(0, 0), rows).unflatten(0, (share.total, leaves))
+        local = self.job.local_prompts()
+        cond, leaves = model.encode(local.prompts.texts), config.tree.k**config.tree.w
+        rows = torch.tensor([[p, 0, n] for p in range(local.total) for n in range(leaves)], device=model.device)
+        x = model.noise(fold(0, 0), rows).unflatten(0, (local.total, leaves))
         t = torch.full((leaves,), 500.0, device=model.device)
         best = float("inf")
         with model.fast_sampling():
@@ -176,13 +176,13 @@ class Bench:
                 best = min(best, time.perf_counter() - start)
         return self.job.flops * len(rows) / best / self.peak
 
-    def each_edge(self, record: Rollout, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
+    def each_edge(self, rollout: Rollout, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
         """A forward and backward pass for every edge, as if its siblings had other parents."""
-        stats, every, state = Stats(), _edges(record.plan, keep.cpu()), self.job.state
+        stats, every, state = Stats(), _edges(rollout.plan, keep.cpu()), self.job.state
         for prompt, edge in zip(every.prompt, every.edge, strict=True):
-            parent = torch.stack([prompt, record.plan.parent[edge]])[None]
+            parent = torch.stack([prompt, rollout.plan.parent[edge]])[None]
             one = Edges(parent, prompt[None], edge[None], torch.zeros(1, dtype=torch.long))
-            loss = _loss(self.model, record, advantage, one, self.config.train, stats, first=True)
+            loss = _loss(self.model, rollout, advantage, one, self.config.train, stats, first=True)
             self.job.accelerator.backward(loss / len(every.edge))
         clip_gradients(state.parameters.values(), self.config.train.max_grad_norm)
         state.optimizer.step()

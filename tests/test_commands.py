@@ -215,7 +215,7 @@ def ends_well(*words: str) -> None:
 
 @pytest.mark.parametrize(("page", "words", "environment"), to_run())
 def test_it_runs(page: Path, words: list[str], environment: dict[str, str], folder, tiny_folder, request, monkeypatch):
-    monkeypatch.setattr("arborl.cli.comparison.execute", in_this_process)
+    monkeypatch.setattr("arborl.cli.compare_table.execute", in_this_process)
     folder(page, words)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -293,8 +293,8 @@ class TestMicroBatches:
         config.sample.num_prompts, config.sample.prompts_per_epoch = prompts, total
         config.train.updates, config.train.batch_size = updates, size
         how = split_prompts(config.sample, processes)
-        assert how.share * processes >= how.total >= 1
-        assert (how.share - 1) * processes < how.total
+        assert how.per_process * processes >= how.total >= 1
+        assert (how.per_process - 1) * processes < how.total
         assert all(value >= 1 for value in rows(config, processes).values())
         counts = [int(number) for line in geometry(config, processes) for number in re.findall(r"\d+", line)]
         assert min(counts) >= 1

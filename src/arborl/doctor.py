@@ -83,14 +83,14 @@ class Subject:
         self.config, self.accelerator = config, accelerator
         self.parts: Assembled = assemble(config, accelerator, {"epoch": 0, "prompts": 0})
         self.model, self.state = self.parts.model, self.parts.state
-        self.told = [*self.parts.told, *self.parts.fitted()]
+        self.messages = [*self.parts.messages, *self.parts.fitted()]
         if run is not None:
             load_weights(self.state.parameters, weights_of(checkpoint_of(run)))
         self.device = accelerator.device
         forget_peak(self.device)
         how = PromptSplit(PROMPTS * accelerator.num_processes, PROMPTS)
-        self.share: LocalPrompts = local_prompts(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
-        self.cond = self.model.encode(self.share.prompts.texts)
+        self.local: LocalPrompts = local_prompts(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
+        self.cond = self.model.encode(self.local.prompts.texts)
         self.key = fold(config.seed, 0)
         self.schedule = self.model.schedule(config.sample.num_steps)
         self.seconds: dict[str, float] = {}  # a row of each stage takes
@@ -105,39 +105,39 @@ class Subject:
 
     def findings(self) -> Iterator[Finding]:
         config, model = self.config, self.model
-        for line in self.told:
+        for line in self.messages:
             yield Finding("set-up", line, None)
         yield checks.free_disk(config, self.state.parameters)
         plan = make_plan(config, self.schedule, 0)
-        record = self.rollout(plan)
+        rollout = self.rollout(plan)
         yield from checks.transitions(
-            checks.steps_of(model, record, config), checks.ratio_bound(model, self.accelerator)
+            checks.steps_of(model, rollout, config), checks.ratio_bound(model, self.accelerator)
         )
-        yield from self.training(record)
-        made, finding = self.pictures(record)
+        yield from self.training(rollout)
+        made, finding = self.pictures(rollout)
         yield finding
         yield from checks.answers(self.parts.rewards, *made)
-        yield self.spread(record)
+        yield self.spread(rollout)
         yield from self.speed()
 
     def rollout(self, plan: Plan) -> Rollout:
         twin = trained_batch(self.model, self.config)
         return sample_trees(
-            self.model, plan, self.cond, self.key, self.share.ids, self.config.sample, trained_batch=twin
+            self.model, plan, self.cond, self.key, self.local.ids, self.config.sample, trained_batch=twin
         )
 
-    def training(self, record: Rollout) -> Iterator[Finding]:
+    def training(self, rollout: Rollout) -> Iterator[Finding]:
         """Two optimizer steps with advantages drawn by chance, looked at and taken back."""
         state, accelerator, config = self.state, self.accelerator, copy.deepcopy(self.config)
         config.train.updates = 2
-        plan = record.plan
-        address = torch.tensor([[int(i), 0, 0] for i in self.share.ids])
+        plan = rollout.plan
+        address = torch.tensor([[int(i), 0, 0] for i in self.local.ids])
         advantage = normal(fold(config.seed, 1), address, (plan.edges,)).to("cpu")
         before = {name: local(p).detach().cpu().clone() for name, p in state.parameters.items()}
         apart = unequal_weights(state.parameters, accelerator)
         keep = plan.stochastic.expand(len(advantage), -1)
         try:
-            stats = update(self.model, state, accelerator, record, advantage, keep, config, self.key, self.share)
+            stats = update(self.model, state, accelerator, rollout, advantage, keep, config, self.key, self.local)
         except InputError as error:
             yield Finding("gradients", str(error), False, FROZEN)
             return
@@ -154,45 +154,45 @@ class Subject:
             f"reached {len(stats.reached) - len(missed)} of {len(stats.reached)} groups of trained weights, norm "
             f"{stats.grad_norm:.2g}; two steps moved {moved_anywhere} of {len(before)} tensors"
             + (f"; not reached: {', '.join(missed[:4])}" if missed else "")
-            + (f"; {stats.broken} steps were not finite" if stats.broken else ""),
-            not missed and moved_anywhere > 0 and not stats.broken and math.isfinite(stats.grad_norm),
-            FROZEN if not stats.broken else "a gradient is not finite: try train.mixed_precision=no",
+            + (f"; {stats.nonfinite} steps were not finite" if stats.nonfinite else ""),
+            not missed and moved_anywhere > 0 and not stats.nonfinite and math.isfinite(stats.grad_norm),
+            FROZEN if not stats.nonfinite else "a gradient is not finite: try train.mixed_precision=no",
         )
         if accelerator.num_processes == 1:
             yield Finding("processes", "one: there are no others to agree with", None)
             return
         split = state.sharded
-        told = "split between them" if split else f"{len(apart)} unequal before, {len(drifted)} after two steps"
+        synchronised = "split between them" if split else f"{len(apart)} unequal before, {len(drifted)} after two steps"
         yield Finding(
             "processes",
-            f"{accelerator.num_processes}; weights {told}; {len(stats.unequal)} gradients unequal",
+            f"{accelerator.num_processes}; weights {synchronised}; {len(stats.unequal)} gradients unequal",
             not (apart or drifted or stats.unequal),
             "gradients are not synchronised, so every process trains a model of its own: is the model wrapped (DDP)?"
             if not apart
             else "the processes begin with different weights: do all load the same files?",
         )
 
-    def pictures(self, record: Rollout) -> tuple[tuple[Tensor, Prompts], Finding]:
+    def pictures(self, rollout: Rollout) -> tuple[tuple[Tensor, Prompts], Finding]:
         """A few leaves of every prompt, decoded, with their prompts."""
-        leaves = record.leaves[:, : max(2, 8 // PROMPTS)]
+        leaves = rollout.leaves[:, : max(2, 8 // PROMPTS)]
         size = settled(self.config.sample.decode_batch_size)
         made, finding = checks.pictures(self.model, leaves.flatten(0, 1), size)
-        return (made, self.share.prompts.repeat(leaves.shape[1])), finding
+        return (made, self.local.prompts.repeat(leaves.shape[1])), finding
 
-    def spread(self, record: Rollout) -> Finding:
+    def spread(self, rollout: Rollout) -> Finding:
         """How much the leaves' scores differ, with the window at some of its places."""
         around = places(self.config)
         chosen = [around[round(i * (len(around) - 1) / max(1, PLACES - 1))] for i in range(min(PLACES, len(around)))]
         found: dict[int, checks.Spread] = {}
-        now = window_of(self.config, record.plan, 0)
-        for epoch, plan in [(0, record.plan), *chosen]:
+        now = window_of(self.config, rollout.plan, 0)
+        for epoch, plan in [(0, rollout.plan), *chosen]:
             window = window_of(self.config, plan, epoch)
             if window in found:
                 continue
-            grown = record if window == now else self.rollout(make_plan(self.config, self.schedule, epoch))
+            grown = rollout if window == now else self.rollout(make_plan(self.config, self.schedule, epoch))
             size = settled(self.config.sample.decode_batch_size)
             start = time.perf_counter()
-            scored = decode_and_score(self.model, self.parts.rewards.trained, grown.leaves, self.share.prompts, size)
+            scored = decode_and_score(self.model, self.parts.rewards.trained, grown.leaves, self.local.prompts, size)
             self.seconds["score"] = (time.perf_counter() - start) / grown.leaves.shape[:2].numel()
             found[window] = checks.spread_of(scored.scores.total, checks.groups_of_leaves(grown.plan))
         return checks.spread(found, now)
@@ -202,7 +202,7 @@ class Subject:
         config, accelerator = self.config, self.accelerator
         self.peak = memory_in_use(self.device)  # of all that was done so far, in the configured micro-batches
         most = rows(config, accelerator.num_processes)
-        prompt = self.share.prompts.texts[0]
+        prompt = self.local.prompts.texts[0]
         total = memory_there_is(self.device)
         for key in ("sample.batch_size", "train.batch_size"):
             section, name = key.split(".")
@@ -219,8 +219,8 @@ class Subject:
                 (None if gain > 1.25 else True) if fits else False,
                 f"{key}={best.size} is {gain:.1f} times as fast a row" if fits else f"{key}={best.size} is what fits",
             )
-        share = split_prompts(config.sample, accelerator.num_processes).share
-        mine = split_prompts(config.sample).share
+        share = split_prompts(config.sample, accelerator.num_processes).per_process
+        mine = split_prompts(config.sample).per_process
         counts = [work(config, plan, epoch) for epoch, plan in places(config)]
         forwards = sum(c.forwards for c in counts) / len(counts) * share / mine
         parents = sum(c.forward_backwards for c in counts) / len(counts) * share / mine
@@ -264,7 +264,7 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
     for factor in (1.0, 10.0):
         with tempfile.TemporaryDirectory(prefix="arborl-canary-") as folder:
             short = _canary_config(config, texts, Path(folder), factor, seconds / 2)
-            short.sample.num_prompts = min(split_prompts(config.sample, processes).share, 8)
+            short.sample.num_prompts = min(split_prompts(config.sample, processes).per_process, 8)
             job = prepare(short, quiet=True)
             job.keeps = False
             run_epochs(job)

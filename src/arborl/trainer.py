@@ -31,28 +31,28 @@ def run_epochs(run: Run) -> Path:
             if run.evaluations.hacked:
                 break
             with logger.stage("encode"), coordinator.independent():
-                share = run.share()
-                cond = model.encode(share.prompts.texts)
+                local = run.local_prompts()
+                cond = model.encode(local.prompts.texts)
             with logger.stage("rollout"), coordinator.independent_sampling():
                 plan = make_plan(config, schedule, epoch)
                 key = fold(config.seed, epoch)
-                record = sample_trees(
+                rollout = sample_trees(
                     model,
                     plan,
                     cond,
                     key,
-                    share.ids,
+                    local.ids,
                     config.sample,
-                    keep_clean=run.records(epoch),
+                    keep_x0=run.records(epoch),
                     trained_batch=trained_batch(model, config),
                 )
             with logger.stage("reward"), coordinator.independent():
-                scores = run.score(record, share)
+                scores = run.score(rollout, local)
             with logger.stage("advantage"):
-                run.guards.tell_failures(scores, share, epoch)
-                run.guards.look_at(record, scores, share)
-                advantage = run.advantage(plan, scores, record)
-                keep = prune(plan, advantage, pruning(config, plan, epoch), key, share.ids)
+                run.guards.check_rewards(scores, local, epoch)
+                run.guards.check_rollout(rollout, scores, local)
+                advantage = run.advantage(plan, scores, rollout)
+                keep = prune(plan, advantage, pruning(config, plan, epoch), key, local.ids)
             # Weights, averages, counters and metrics move on together or not at all.
             with coordinator.uninterruptible():
                 with logger.stage("update"):
@@ -60,20 +60,20 @@ def run_epochs(run: Run) -> Path:
                         model,
                         state,
                         run.accelerator,
-                        record,
+                        rollout,
                         advantage,
                         keep,
                         config,
                         key,
-                        share,
-                        not run.guards.examined,
+                        local,
+                        not run.guards.update_checked,
                     )
-                metrics = run.complete_epoch(plan, scores, advantage, stats, share)
+                metrics = run.complete_epoch(plan, scores, advantage, stats, local)
                 with coordinator.independent():
                     bar.advance(logger.log(epoch, metrics | evaluation))
             with logger.stage("record"), coordinator.independent():
-                run.keep_tree_if_due(epoch, share, record, scores, advantage, keep, stats)
-            run.stop_if_broken(stats)
+                run.keep_tree_if_due(epoch, local, rollout, scores, advantage, keep, stats)
+            run.stop_if_nonfinite(stats)
             with logger.stage("checkpoint"):
                 run.save_if_due()
         run.finish(write_report)

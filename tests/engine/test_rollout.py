@@ -126,13 +126,13 @@ def test_the_first_prompts_clean_pictures():
     config, model = make(MIXTURE)
     plan = make_plan(config, model.schedule(6), 0)
     record = sample_trees(
-        model, plan, model.encode(["a dot"]), fold(0, 0), torch.tensor([0]), config.sample, keep_clean=True
+        model, plan, model.encode(["a dot"]), fold(0, 0), torch.tensor([0]), config.sample, keep_x0=True
     )
-    assert record.clean is not None
-    torch.testing.assert_close(record.clean[plan.leaves], record.leaves[0])
+    assert record.x0 is not None
+    torch.testing.assert_close(record.x0[plan.leaves], record.leaves[0])
     x, sigma = record.latents[0, :2], plan.schedule.sigma[:1].float()
     v = model.predict(x, plan.timestep[:2].float(), record.cond[torch.tensor([0, 0])])
-    torch.testing.assert_close(record.clean[:2], x - sigma * v, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(record.x0[:2], x - sigma * v, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_draws_in_another_process():

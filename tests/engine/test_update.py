@@ -279,7 +279,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped():
     bench.record.latents[0, -1] = math.inf
     bench.record.latents[:, 1] = math.nan
     stats = bench.update(bench.advantage())
-    assert (stats.steps, stats.skipped, stats.broken) == (0, 0, 1)
+    assert (stats.steps, stats.skipped, stats.nonfinite) == (0, 0, 1)
     assert not math.isfinite(stats.grad_norm)
     assert torch.equal(bench.weights(), weights)
 

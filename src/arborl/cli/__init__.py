@@ -7,7 +7,7 @@ import traceback
 import click
 
 from ..core.errors import InputError
-from . import comparing, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
+from . import compare, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
 from .app import app
 from .exits import end_with_launcher, leave, lost_contact, one_line, ranks_have_met
 

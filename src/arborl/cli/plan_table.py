@@ -63,7 +63,7 @@ def sketch(plan: Plan) -> list[str]:
 def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
     """A plan's tree, its cost at every place of its window beside flat GRPO's, and what is counted."""
     plans = plans_of_a_run(config)
-    first, prompts = plans[0][1], split_prompts(config.sample).share
+    first, prompts = plans[0][1], split_prompts(config.sample).per_process
     if len(first.leaves) // first.roots <= 32:
         out.print(
             f"One of {first.roots} tree(s) a prompt; ═ stochastic, ─ ODE:", *sketch(first), sep="\n", markup=False

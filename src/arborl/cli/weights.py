@@ -102,9 +102,9 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
             name: {"mean": number_or_null(mean), "stderr": number_or_null(found.stderr[name])}
             for name, mean in found.mean.items()
         }
-        told = {"prompts": found.prompts, "failed": max(found.failed.values())}
-        told |= {"rewards": {name: values for name, values in numbers.items() if name not in pictures}}
-        click.echo(json.dumps(told | {"pictures": {name.split("/")[1]: numbers[name] for name in pictures}}))
+        output = {"prompts": found.prompts, "failed": max(found.failed.values())}
+        output |= {"rewards": {name: values for name, values in numbers.items() if name not in pictures}}
+        click.echo(json.dumps(output | {"pictures": {name.split("/")[1]: numbers[name] for name in pictures}}))
         return
     table = Table("reward", "mean", "± standard error", "without a score", title=f"{found.prompts} pictures")
     for name, mean in found.mean.items():
@@ -176,10 +176,10 @@ def export_command(
     from ..run.resume import checkpoint_of, config_of
 
     config = config_of(run, None, overrides)
-    told = list(export(config, checkpoint_of(run), to, average, merge, dtype))
+    messages = list(export(config, checkpoint_of(run), to, average, merge, dtype))
     if as_json:
         files = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
-        click.echo(json.dumps({"folder": str(to), "files": files, "told": told}))
+        click.echo(json.dumps({"folder": str(to), "files": files, "told": messages}))
         return
-    for line in told:
+    for line in messages:
         out.print(line, soft_wrap=True, markup=False)

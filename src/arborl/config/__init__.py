@@ -103,11 +103,11 @@ def save_config(config: Config, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
-def with_whole_paths(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """The same with paths that mean the same from any folder, so that a run can be looked at from anywhere."""
     from ..rewards.catalog import BUILT_IN
 
-    def whole(path: str) -> str:
+    def absolute(path: str) -> str:
         return str(Path(path).resolve()) if path and Path(path).exists() else path
 
     def place(name: str, reward: RewardConfig, which: int) -> str:
@@ -121,15 +121,15 @@ def with_whole_paths(config: Config) -> Config:
     watched = {n: r if r.weight is not None else dataclasses.replace(r, weight=0.0) for n, r in watched.items()}
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, path=whole(config.model.path)),
-        prompts=dataclasses.replace(config.prompts, path=whole(config.prompts.path)),
-        eval=dataclasses.replace(config.eval, prompts=whole(config.eval.prompts)),
+        model=dataclasses.replace(config.model, path=absolute(config.model.path)),
+        prompts=dataclasses.replace(config.prompts, path=absolute(config.prompts.path)),
+        eval=dataclasses.replace(config.eval, prompts=absolute(config.eval.prompts)),
         rewards={
             name: dataclasses.replace(
                 reward,
-                path=whole(reward.path) or place(name, reward, 0),
-                backbone=whole(reward.backbone) or place(name, reward, 1),
-                tokenizer=whole(reward.tokenizer),
+                path=absolute(reward.path) or place(name, reward, 0),
+                backbone=absolute(reward.backbone) or place(name, reward, 1),
+                tokenizer=absolute(reward.tokenizer),
             )
             for name, reward in {**config.rewards, **watched}.items()
         },

@@ -90,7 +90,7 @@ class PromptSplit(NamedTuple):
     """How an epoch's prompts are shared out."""
 
     total: int  # over all processes
-    share: int  # places a process has; those beyond the total stay empty
+    per_process: int  # places a process has; those beyond the total stay empty
 
 
 def split_prompts(sample: SampleConfig, processes: int = 1) -> PromptSplit:
@@ -107,14 +107,14 @@ class LocalPrompts:
     total: int  # of all processes; a prompt in a place from here on only fills up, and is not learnt from
 
     @property
-    def real(self) -> int:
+    def num_real(self) -> int:
         return int((self.ids < self.total).sum())
 
 
 def local_prompts(prompts: Prompts, how: PromptSplit, rank: int, start: int, seed: int) -> LocalPrompts:
     """What a process draws, where `start` prompts have been dealt out before."""
     chosen = prompt_order(len(prompts), start, how.total, seed)
-    ids = torch.arange(rank * how.share, (rank + 1) * how.share)
+    ids = torch.arange(rank * how.per_process, (rank + 1) * how.per_process)
     return LocalPrompts(prompts.take([chosen[min(i, how.total - 1)] for i in ids.tolist()]), ids, how.total)
 
 

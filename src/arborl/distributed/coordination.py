@@ -35,9 +35,9 @@ def _verdict(error: Exception | None, accelerator: Accelerator) -> Exception | N
     """What a process is to raise once all have said how they fared: its own error, if it is the first that met it."""
     if accelerator.num_processes == 1 or not any_rank(error is not None, accelerator):
         return error
-    told: list[str | None] = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
-    rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
-    known = error is not None and told.index(told[accelerator.process_index]) < accelerator.process_index
+    errors: list[str | None] = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+    rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
+    known = error is not None and errors.index(errors[accelerator.process_index]) < accelerator.process_index
     return _elsewhere(rank, text) if error is None or known else error
 
 

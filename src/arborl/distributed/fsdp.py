@@ -93,7 +93,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered_on_host(tensor: Tensor) -> Tensor:
     """The same on the host."""
     return gathered(tensor).detach().cpu().contiguous()
 

@@ -1,4 +1,4 @@
-"""Micro-batches: sizes left to `auto` are tried on the model itself, from small to large, and all of them are told."""
+"""Micro-batches: sizes left to `auto` are tried on the model itself, from small to large, and the run names them all."""
 
 import math
 import os
@@ -134,7 +134,8 @@ def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, promp
     update would not be one policy.
     """
     trained = (
-        max(len(plan.trained_parents) for _, plan in places(config)) * split_prompts(config.sample, processes).share
+        max(len(plan.trained_parents) for _, plan in places(config))
+        * split_prompts(config.sample, processes).per_process
     )
     full = min(settled(config.train.batch_size), max(trained, model.min_batch_size))
     sizes = [size for size in range(model.min_batch_size, full) if size <= EVERY_SIZE_UP_TO or size % SIZE_STRIDE == 0]
@@ -145,18 +146,20 @@ def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, promp
         same = {size: torch.equal(predict(size).detach(), expected[:size]) for size in sizes}
     model.bitwise_batch_sizes = (*(size for size in sizes if same[size]), full)
     others = ", ".join(str(size) for size in sizes if not same[size])
-    told = f"calls of {others} rows would not be rounded like those of {full}: where they are trained, they are padded"
-    return [told] if others else []
+    message = (
+        f"calls of {others} rows would not be rounded like those of {full}: where they are trained, they are padded"
+    )
+    return [message] if others else []
 
 
 def rows(config: Config, processes: int = 1) -> dict[str, int]:
     """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
-    plan, share = places(config)[0][1], split_prompts(config.sample, processes).share
+    plan, prompts = places(config)[0][1], split_prompts(config.sample, processes).per_process
     frontier = max(len(level.parents) for level in plan.levels)
-    parents = math.ceil(len(plan.trained_parents) * share / config.train.updates)
+    parents = math.ceil(len(plan.trained_parents) * prompts / config.train.updates)
     return {
-        "sample.batch_size": frontier * share,
-        "sample.decode_batch_size": len(plan.leaves) * share,
+        "sample.batch_size": frontier * prompts,
+        "sample.decode_batch_size": len(plan.leaves) * prompts,
         "train.batch_size": parents,
     }
 
@@ -312,15 +315,15 @@ def geometry(config: Config, processes: int = 1, split: bool = False) -> list[st
     """How prompts, leaves and updates come out in micro-batches: nothing has to divide anything."""
     epoch, plan = places(config)[0]
     how, updates, size = split_prompts(config.sample, processes), config.train.updates, settled(config.train.batch_size)
-    one = work(config, plan, epoch).forward_backwards / split_prompts(config.sample).share  # parents of a prompt
+    one = work(config, plan, epoch).forward_backwards / split_prompts(config.sample).per_process  # parents of a prompt
     pictures = how.total * len(plan.leaves)
     lines = [f"{how.total} prompts × {len(plan.leaves)} leaves = {pictures} pictures an epoch"]
     if processes > 1:
-        empty = how.share * processes - how.total
-        lines[0] += f", {how.share} prompts on each of {processes} processes"
+        empty = how.per_process * processes - how.total
+        lines[0] += f", {how.per_process} prompts on each of {processes} processes"
         lines[0] += f" ({empty} places stay empty)" if empty else ""
         lines[0] += "; weights are split between them (FSDP2)" if split else "; each has the whole model (DDP)"
-    parents = math.ceil(one * how.share / updates)
+    parents = math.ceil(one * how.per_process / updates)
     calls = f"{math.ceil(parents / size)} micro-batches of up to {size}" if parents > size else "in one micro-batch"
     steps = f"{updates} optimizer steps" if updates > 1 else "one optimizer step"
     return [*lines, f"{steps} an epoch, about {parents} parents{' a process' if processes > 1 else ''} each: {calls}"]

@@ -95,25 +95,25 @@ class Step(NamedTuple):
 
 
 @torch.no_grad()
-def steps_of(model: Model, record: Rollout, config: Config) -> list[Step]:
+def steps_of(model: Model, rollout: Rollout, config: Config) -> list[Step]:
     """Every stochastic step of a rollout looked at again: one forward for each of its parents, and no more of them than
     a micro-batch has rows.
     """
-    plan, size = record.plan, settled(config.train.batch_size)
+    plan, size = rollout.plan, settled(config.train.batch_size)
     found: list[Step] = []
     for step in plan.step[plan.stochastic].unique().tolist():
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
         parents = plan.parent[here].unique()
-        rows = torch.cartesian_prod(torch.arange(len(record.latents)), parents)[:size]
+        rows = torch.cartesian_prod(torch.arange(len(rollout.latents)), parents)[:size]
         edges, row = _edges_below(plan.parent, here, rows)
         (batch,) = batches(len(rows), size, sizes=model.update_batch_sizes)
         prompt, node = rows[batch.rows].unbind(1)
-        x = record.latents[prompt, node].to(model.device)
+        x = rollout.latents[prompt, node].to(model.device)
         with model.update_numerics():
-            v = model.predict(x, like(plan.timestep[node], x), record.cond[prompt.to(model.device)]).detach()
+            v = model.predict(x, like(plan.timestep[node], x), rollout.cond[prompt.to(model.device)]).detach()
         policy = transition(x[row], v[row], Coefficients(*(c[edges] for c in plan.coefficients)))
-        children = record.latents[prompt[row], plan.child[edges]].to(model.device)
-        old = record.log_density[prompt[row], edges].to(model.device)
+        children = rollout.latents[prompt[row], plan.child[edges]].to(model.device)
+        old = rollout.log_density[prompt[row], edges].to(model.device)
         found.append(_step(step, policy, children, old))
     return found
 

@@ -44,7 +44,7 @@ def work(config: Config, plan: Plan, epoch: int) -> Work:
     Exact where all leaves have scores, but for `prune.width_mode=best_and_worst`, whose chains may share a parent:
     there it is the most.
     """
-    prompts, how = split_prompts(config.sample).share, pruning(config, plan, epoch)
+    prompts, how = split_prompts(config.sample).per_process, pruning(config, plan, epoch)
     rising = torch.arange(plan.edges, dtype=torch.float64)[None]
     keep = prune(plan, rising, how._replace(step_fraction=1.0))  # the same for every prompt
     if how.step_fraction < 1:
@@ -97,7 +97,7 @@ def flat_equivalent(config: Config, leaves: int) -> Plan:
 
 def forecast(config: Config) -> dict[str, Any]:
     """Counts per process and epoch, for every place of the window, and for flat GRPO with as many pictures."""
-    prompts, around = split_prompts(config.sample).share, places(config)
+    prompts, around = split_prompts(config.sample).per_process, places(config)
     leaves = len(around[0][1].leaves)
     flat = flat_equivalent(config, leaves)
     whole = Work(flat.forwards * prompts, len(flat.trained_parents) * prompts)

@@ -38,7 +38,7 @@ class Evaluation:
         """Prompt and scores of each of the first pictures, as JSON has them."""
         scores = {name: values.tolist() for name, values in self.values.items() if not name.startswith("pictures/")}
         return [
-            {"prompt": text, "scores": {name: None if v[i] != v[i] else v[i] for name, v in scores.items()}}
+            {"prompt": text, "scores": {name: None if math.isnan(v[i]) else v[i] for name, v in scores.items()}}
             for i, text in enumerate(self.captions)
         ]
 

@@ -139,7 +139,7 @@ def places(config: Config) -> list[tuple[int, Plan]]:
     if visited * max(edges, 8 * len(schedule)) > MOST_EDGES:  # a step without edges has its price too
         problem = f"the window has {visited} places, with trees of up to {edges} edges at each"
         raise InputError("sample.num_steps", len(schedule), problem, "fewer steps, fewer leaves, or tree.s=0")
-    if edges * (prompts := split_prompts(config.sample).share) > MOST_CALLS:
+    if edges * (prompts := split_prompts(config.sample).per_process) > MOST_CALLS:
         key = "num_prompts" if config.sample.prompts_per_epoch is None else "prompts_per_epoch"
         problem = f"a process cannot go along {edges} edges for each in an epoch"
         raise InputError(f"sample.{key}", prompts, problem, f"at most {MOST_CALLS // edges}")

@@ -28,7 +28,7 @@ class Rollout:
     cond: Cond
     latents: Float[Tensor, "prompts nodes *latent"]
     log_density: Float[Tensor, "prompts edges"]  # 0 on deterministic edges, which have none
-    clean: Float[Tensor, "nodes *latent"] | None = None  # x̂0 at the first prompt's nodes, where asked for
+    x0: Float[Tensor, "nodes *latent"] | None = None  # x̂0 at the first prompt's nodes, where asked for
 
     @property
     def leaves(self) -> Float[Tensor, "prompts leaves *latent"]:
@@ -43,7 +43,7 @@ def sample_trees(
     key: Key,
     prompt_ids: Int[Tensor, " prompts"],
     config: SampleConfig,
-    keep_clean: bool = False,
+    keep_x0: bool = False,
     start: Float[Tensor, "prompts roots *latent"] | None = None,
     trained_batch: int = 0,
 ) -> Rollout:
@@ -60,12 +60,15 @@ def sample_trees(
     storage = torch.device("cpu") if config.offload else device
     latents = torch.empty(prompts, plan.nodes, *model.latent_shape, device=storage)
     log_density = torch.zeros(prompts, plan.edges, device=device)
-    clean = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_clean else None
+    x0 = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_x0 else None
     latents[:, : plan.roots] = frontier
     # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
     table = Coefficients(*(to_device(c.float(), device) for c in plan.coefficients))
-    timestep, momentum = to_device(plan.timestep.float(), device), to_device(plan.multistep_coefficient.float(), device)
-    to_clean = tuple(to_device(c.float(), device) for c in plan.x0_coefficients)
+    timestep, multistep = (
+        to_device(plan.timestep.float(), device),
+        to_device(plan.multistep_coefficient.float(), device),
+    )
+    x0_coefficients = tuple(to_device(c.float(), device) for c in plan.x0_coefficients)
     before = frontier if bool(plan.multistep.any()) else None  # x̂0 at the parents of the frontier's nodes
     first = 0  # the number of the frontier's first node
     for stochastic, levels in itertools.groupby(plan.levels, lambda level: bool(plan.stochastic[level.edges].any())):
@@ -79,17 +82,17 @@ def sample_trees(
                 children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
                 x = frontier[:, parents - first]
                 v = predict(model, x, timestep[parents], cond, size, config.pad_batches, sizes)
-                if clean is not None:
-                    clean[parents] = predict_x0(to_clean, parents, x[:1], v[:1])[0]
+                if x0 is not None:
+                    x0[parents] = predict_x0(x0_coefficients, parents, x[:1], v[:1])[0]
                 gaussian = transition(
                     x[:, slot].flatten(0, 1),
                     v[:, slot].flatten(0, 1),
                     Coefficients(*(c[level.edges].repeat(prompts) for c in table)),
                 )
                 if before is not None:
-                    here = predict_x0(to_clean, parents, x, v)
+                    here = predict_x0(x0_coefficients, parents, x, v)
                     change = (here - before[:, parents - first])[:, slot]
-                    gaussian.mean.add_((_spread(momentum[level.edges], x) * change).flatten(0, 1))
+                    gaussian.mean.add_((_spread(multistep[level.edges], x) * change).flatten(0, 1))
                     before = here[:, slot]
                 if stochastic:
                     where = addresses(plan, prompt_ids, plan.child[level.edges], device)
@@ -100,10 +103,10 @@ def sample_trees(
                 frontier = drawn.unflatten(0, (prompts, -1))
                 latents[:, children] = frontier.to(storage)
                 first = children.start
-    if clean is not None:
+    if x0 is not None:
         leaves = to_device(plan.leaves, device)
-        clean[leaves] = latents[0, leaves.to(storage)].to(device)
-    return Rollout(plan, cond, latents, log_density, clean)
+        x0[leaves] = latents[0, leaves.to(storage)].to(device)
+    return Rollout(plan, cond, latents, log_density, x0)
 
 
 def trained_batch(model: Model, config: Config) -> int:
@@ -119,7 +122,7 @@ def predict_x0(
     x: Float[Tensor, "prompts n *latent"],
     v: Float[Tensor, "prompts n *latent"],
 ) -> Float[Tensor, "prompts n *latent"]:
-    """x̂0, what the model takes the clean sample to be, at some nodes; `coefficients` are the plan's."""
+    """x̂0, what the model takes the x0 sample to be, at some nodes; `coefficients` are the plan's."""
     a, b = (_spread(c[nodes], x) for c in coefficients)
     return a * x + b * v
 

@@ -63,7 +63,7 @@ class State:
     ema: Ema
     epoch: int = 0  # whole epochs behind it
     prompts: int = 0  # dealt out in them
-    broken: int = 0  # optimizer steps in a row, the last ones, whose gradient was not finite
+    nonfinite_steps: int = 0  # optimizer steps in a row, the last ones, whose gradient was not finite
     forwards: int = 0
     forward_backwards: int = 0
     prompt_list: str = ""  # a digest of what prompts are dealt from

@@ -1,4 +1,4 @@
-"""Record + advantages + mask -> optimizer steps. One forward at a parent trains all its kept children."""
+"""Rollout + advantages + mask -> optimizer steps. One forward at a parent trains all its kept children."""
 
 import math
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class Stats:
     grad_norm: float = 0.0
     steps: int = 0
     skipped: int = 0  # no edge had an advantage
-    broken: int = 0  # the gradient was not finite
+    nonfinite: int = 0  # the gradient was not finite
     reached: dict[str, bool] = field(default_factory=dict)  # kinds of layers, and whether a gradient came to them
     unequal: list[str] = field(default_factory=list)  # parameters whose gradients differed between ranks
     ratios: Tensor | None = None  # of the first prompt's edges, NaN where not trained; where its trees are recorded
@@ -70,12 +70,12 @@ def update(
     model: Model,
     state: State,
     accelerator: Accelerator,
-    record: Rollout,
+    rollout: Rollout,
     advantage: Float[Tensor, "prompts edges"],
     keep: Bool[Tensor, "prompts edges"],
     config: Config,
     key: Key,
-    share: LocalPrompts,
+    local: LocalPrompts,
     examine: bool = True,
 ) -> Stats:
     """`train.updates` optimizer steps over a seeded partition of the parents.
@@ -85,11 +85,11 @@ def update(
     `examine` looks where the first two steps' gradients came to, and whether all ranks have the same.
     """
     stats, train = Stats(), config.train
-    if record.clean is not None:
-        stats.ratios = torch.full((record.plan.edges,), torch.nan, device=model.device)
-    part_of = _partition(record.plan, share.total, train.updates, key)[share.ids.clamp_max(share.total - 1)]
+    if rollout.x0 is not None:
+        stats.ratios = torch.full((rollout.plan.edges,), torch.nan, device=model.device)
+    part_of = _partition(rollout.plan, local.total, train.updates, key)[local.ids.clamp_max(local.total - 1)]
     for part in range(train.updates):
-        edges = _edges(record.plan, keep.cpu() & (part_of[:, record.plan.parent] == part))
+        edges = _edges(rollout.plan, keep.cpu() & (part_of[:, rollout.plan.parent] == part))
         queue = list(
             batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches, model.update_batch_sizes)
         )
@@ -104,9 +104,9 @@ def update(
             with accelerator.no_sync(model.module) if waits else nullcontext():
                 if call < len(queue):
                     batch = edges.batch(*queue[call])
-                    loss = _loss(model, record, advantage, batch, train, stats, first=stats.steps == 0)
+                    loss = _loss(model, rollout, advantage, batch, train, stats, first=stats.steps == 0)
                 else:
-                    loss = _idle_loss(model, record, with_reference=train.kl > 0)
+                    loss = _idle_loss(model, rollout, with_reference=train.kl > 0)
                 if not loss.requires_grad:
                     raise InputError("model.train", None, "no trained weight has a part in the model's answer")
                 # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
@@ -117,15 +117,15 @@ def update(
             reached = reached_groups({name: max(ranks) for name, ranks in sizes.items()})
             stats.reached = {name: found or stats.reached.get(name, False) for name, found in reached.items()}
         norm = clip_gradients(state.parameters.values(), train.max_grad_norm)
-        stats.grad_norm = norm if norm != norm else max(stats.grad_norm, norm)
+        stats.grad_norm = norm if math.isnan(norm) else max(stats.grad_norm, norm)
         if math.isfinite(norm):
             state.optimizer.step()
             state.ema.step()
             stats.steps += 1
-            state.broken = 0
+            state.nonfinite_steps = 0
         else:  # gradients are the same on all ranks by now, so all of them come here together
-            stats.broken += 1
-            state.broken += 1
+            stats.nonfinite += 1
+            state.nonfinite_steps += 1
         state.optimizer.zero_grad(set_to_none=True)
     return stats
 
@@ -141,7 +141,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
 
 def _loss(
     model: Model,
-    record: Rollout,
+    rollout: Rollout,
     advantage: Tensor,
     batch: Edges,
     config: TrainConfig,
@@ -149,22 +149,22 @@ def _loss(
     first: bool,
 ) -> Float[Tensor, ""]:
     """The summed loss of one micro-batch: a forward per parent, a density per edge."""
-    plan, device = record.plan, model.device
+    plan, device = rollout.plan, model.device
 
     def of_edges(values: Tensor) -> Tensor:
         return to_device(values[batch.edge].float(), device)
 
     prompt, node = batch.parents.unbind(1)
-    x = _at(record.latents, prompt, node, device)
+    x = _at(rollout.latents, prompt, node, device)
     t = to_device(plan.timestep[node].float(), device)
-    cond = record.cond[to_device(prompt, device)]
-    child = _at(record.latents, batch.prompt, plan.child[batch.edge], device)
+    cond = rollout.cond[to_device(prompt, device)]
+    child = _at(rollout.latents, batch.prompt, plan.child[batch.edge], device)
     row = to_device(batch.row, device)
     coefficients = Coefficients(*map(of_edges, plan.coefficients))
     policy = transition(x[row], model.predict(x, t, cond)[row], coefficients)
 
     new = policy.log_density(child)
-    old = _at(record.log_density, batch.prompt, batch.edge, device)
+    old = _at(rollout.log_density, batch.prompt, batch.edge, device)
     weight = of_edges(plan.noise_weight) if config.edge_weight == "noise" else None
     gain = _at(advantage.to(new.dtype), batch.prompt, batch.edge, device)
     loss, seen = clipped_surrogate(new, old, gain, config.clip, weight)
@@ -198,11 +198,11 @@ def _at(values: Tensor, first: Tensor, second: Tensor, device: torch.device) -> 
     return values[to_device(first, values.device), to_device(second, values.device)]
 
 
-def _idle_loss(model: Model, record: Rollout, with_reference: bool) -> Float[Tensor, ""]:
+def _idle_loss(model: Model, rollout: Rollout, with_reference: bool) -> Float[Tensor, ""]:
     """A forward whose gradient is zero: ranks must make the same calls, also those out of work."""
     first = torch.zeros(model.min_batch_size, dtype=torch.long)
-    x = _at(record.latents, first, first, model.device)
-    t, cond = like(record.plan.timestep[first], x), record.cond[to_device(first, model.device)]
+    x = _at(rollout.latents, first, first, model.device)
+    t, cond = like(rollout.plan.timestep[first], x), rollout.cond[to_device(first, model.device)]
     loss = 0.0 * model.predict(x, t, cond).sum()
     if with_reference:  # its weights may be split over the ranks too
         with torch.no_grad(), model.reference():

@@ -63,7 +63,7 @@ class Model(ABC):
         self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
         self.compiled = False
         self.bitwise_batch_sizes: tuple[int, ...] = ()
-        """Sizes of calls that the update's code rounds alike, in order (`fit.align` finds them); none if not known."""
+        """Sizes of calls that the update's code rounds alike, in order (see `find_bitwise_batch_sizes`)."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:

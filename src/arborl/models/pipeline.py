@@ -113,7 +113,7 @@ class PipelineModel(Model):
 
     @classmethod
     def _check_settings(cls, source: Source, config: Config) -> None:
-        """What all families may be asked in vain."""
+        """Checks common to all pipeline families."""
         scheduler, tokens = source.index["scheduler"][1], config.model.max_sequence_length
         if scheduler not in cls.schedulers:
             problem = f"what its {scheduler} says of noise levels is not known here"
@@ -207,10 +207,10 @@ class PipelineModel(Model):
 
     def compile(self) -> list[str]:
         """The decoder too, where it is convolutions all through; in float16 if it draws the same pictures in it."""
-        told = super().compile()
+        messages = super().compile()
         decoder = getattr(self.pipe.vae, "decoder", None)
         if self.video or decoder is None:
-            return told
+            return messages
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             decoder.to(memory_format=torch.channels_last)
@@ -219,7 +219,7 @@ class PipelineModel(Model):
         if on_gpu and self.vae_fp16_safe and self.config.model.vae_dtype == "auto":
             self.decoding = torch.float16
         noise = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
-        return [*told, *self.check_decoder(noise)]
+        return [*messages, *self.check_decoder(noise)]
 
     def check_decoder(self, latents: Tensor) -> list[str]:
         if self.decoding == torch.float32 or self.config.model.vae_dtype != "auto":

@@ -29,6 +29,6 @@ class SDXLModel(SDModel):
         text, pooled = cond
         height, width = picture_size(self.config)
         # (original size, crop, target size): a picture that was neither scaled nor cropped.
-        told = torch.tensor([height, width, 0, 0, height, width], device=x.device, dtype=x.dtype)
-        added = {"text_embeds": pooled, "time_ids": told.expand(len(x), -1)}
+        time_ids = torch.tensor([height, width, 0, 0, height, width], device=x.device, dtype=x.dtype)
+        added = {"text_embeds": pooled, "time_ids": time_ids.expand(len(x), -1)}
         return self.module(x, t, encoder_hidden_states=text, added_cond_kwargs=added, return_dict=False)[0]

@@ -1,6 +1,7 @@
 """What a run's page shows, read from its folder as plain lists and numbers: all of it is JSON."""
 
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -73,7 +74,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
 
 def _short(value: float | None) -> float | None:
     """Eight significant digits; JSON has no NaN."""
-    return None if value is None or value != value else value if isinstance(value, int) else float(f"{value:.8g}")
+    return None if value is None or math.isnan(value) else value if isinstance(value, int) else float(f"{value:.8g}")
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
@@ -107,13 +108,13 @@ def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Con
     watched = [name for name in config.eval.rewards if not weights[name]]
     looks = _as_the_run_saw(rows)
     when = [i for i, row in enumerate(looks) if any(row.get(f"eval/{name}") is not None for name in weights)]
-    told = {looks[i]["epoch"]: hacking(looks[: i + 1], trained, watched) for i in spread(when, LOOKS)}
+    signs_at = {looks[i]["epoch"]: hacking(looks[: i + 1], trained, watched) for i in spread(when, LOOKS)}
     bounds: dict[str, dict[str, float]] = {}
     for name, (left, added) in LIMITS.items():
         first = statistic(looks, name)[0]
         if first is not None:
             bounds[name] = {"low": first * left} if left else {"high": first + added}
-    signs = [{"epoch": epoch, "signs": found} for epoch, found in told.items() if found]
+    signs = [{"epoch": epoch, "signs": found} for epoch, found in signs_at.items() if found]
     return {"watched": watched, "signs": signs, "bounds": bounds}
 
 

@@ -121,8 +121,8 @@ class Rewards:
                 lost[name] = Failures(len(prompts), first_line(error))
                 scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
                 continue
-            if told := getattr(function, "take_failures", list)():
-                lost[name] = Failures(sum(some.pictures for some in told), told[-1].why)
+            if failures := getattr(function, "take_failures", list)():
+                lost[name] = Failures(sum(some.pictures for some in failures), failures[-1].why)
             named = _named(name, answer, len(prompts))
             self.names[name] = [part for part, _ in named]
             scores |= {part: torch.where(broken, torch.nan, values) for part, values in named}
@@ -168,9 +168,9 @@ def first_line(error: Exception) -> str:
     if isinstance(error, RewardFailed):
         return str(error)
     text = next(iter(str(error).splitlines()), "")
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{told}, at {Path(frame.filename).name}:{frame.lineno}"
+    return f"{described}, at {Path(frame.filename).name}:{frame.lineno}"
 
 
 def rewards_of(config: Config, trains: bool = True) -> Rewards:

@@ -182,10 +182,10 @@ def _raise_status(answer: requests.Response, content: bytes) -> NoReturn:
     if answer.is_redirect:
         raise Refused(f"redirects to {answer.headers['Location']:.200}, which is not followed", status)
     try:
-        told = strict_json(content)["error"]
+        reason = strict_json(content)["error"]
     except (ValueError, KeyError, TypeError):
-        told = answer.reason
-    text = f"answers {status}" + (f": {told:.200}" if isinstance(told, str) and told else "")
+        reason = answer.reason
+    text = f"answers {status}" + (f": {reason:.200}" if isinstance(reason, str) and reason else "")
     if status in (408, 429) or status >= 500:
         raise RewardFailed(text)
     raise Refused(text, status)

@@ -184,5 +184,5 @@ def check_names(key: str, path: Path, tensors: Mapping[str, Tensor], wanted: Map
     if not (missing or other or shapes or kinds):
         return
     wrong = {"missing": missing, "unexpected": other, "of another shape": shapes, "of another kind": kinds}
-    told = [f"{len(names)} {kind}, such as {min(names)}" for kind, names in wrong.items() if names]
-    raise InputError(key, path, f"does not hold {what}: of its tensors {'; '.join(told)}", f"the weights of {what}")
+    problems = [f"{len(names)} {kind}, such as {min(names)}" for kind, names in wrong.items() if names]
+    raise InputError(key, path, f"does not hold {what}: of its tensors {'; '.join(problems)}", f"the weights of {what}")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core.errors import InputError
-from ..distributed.fsdp import gathered, placed_like, whole
+from ..distributed.fsdp import gathered, gathered_on_host, placed_like
 from ..engine.state import State, copy_into
 from ..tools.files import sync, umask
 from .paths import BEST, CHECKPOINTS, epoch_name, epoch_of
@@ -31,7 +31,14 @@ VERSION = 2
 SUMS = "SHA256SUMS"
 
 
-COUNTERS = ("epoch", "prompts", "broken", "forwards", "forward_backwards")
+COUNTERS = {
+    "epoch": "epoch",
+    "prompts": "prompts",
+    "nonfinite_steps": "broken",
+    "forwards": "forwards",
+    "forward_backwards": "forward_backwards",
+}
+"""What of a state is counted, and under which names in its file."""
 
 
 def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> None:
@@ -60,8 +67,8 @@ def _write(state: State, target: Path, with_optimizer: bool, writes: bool) -> No
         _remove(aside)
         aside.mkdir(parents=True)
         for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
-            save_file({name: whole(tensor) for _, name, tensor in group}, aside / file)
-        head = {"version": VERSION} | {name: getattr(state, name) for name in COUNTERS}
+            save_file({name: gathered_on_host(tensor) for _, name, tensor in group}, aside / file)
+        head = {"version": VERSION} | {kept: getattr(state, name) for name, kept in COUNTERS.items()}
         head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list}
         (aside / "state.json").write_text(json.dumps(head))
         _seal(aside)
@@ -109,8 +116,8 @@ def load_checkpoint(state: State, path: Path) -> None:
     # The groups hold learning rate and decay: those of this run's settings, not of before.
     state.optimizer.load_state_dict({"state": found, "param_groups": state.optimizer.state_dict()["param_groups"]})
     state.ema.steps = head["ema_steps"]
-    for name in COUNTERS:
-        setattr(state, name, head[name])
+    for name, kept in COUNTERS.items():
+        setattr(state, name, head[kept])
     state.saved = state.epoch
 
 
@@ -138,9 +145,9 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
             return path, damaged
         damaged[path] = problem
     if damaged:
-        told = "; ".join(f"{path.name} {problem}" for path, problem in damaged.items())
+        listed = "; ".join(f"{path.name} {problem}" for path, problem in damaged.items())
         raise InputError(
-            "run", run, f"none of its checkpoints is whole ({told})", "a copy of one of them, or a new run"
+            "run", run, f"none of its checkpoints is whole ({listed})", "a copy of one of them, or a new run"
         )
     return None, damaged
 

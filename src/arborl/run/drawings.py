@@ -59,7 +59,9 @@ def draw_tree(tree: TreeFile, path: Path) -> None:
     colours = LinearSegmentedColormap.from_list("advantage", ["#a50f15", "#ef6548", "#b8b8b8", "#4292c6", "#08306b"])
 
     def colour(value: float) -> object:
-        return "#dddddd" if value != value else colours(0.5 + 0.5 * math.copysign(math.sqrt(abs(value) / limit), value))
+        return (
+            "#dddddd" if math.isnan(value) else colours(0.5 + 0.5 * math.copysign(math.sqrt(abs(value) / limit), value))
+        )
 
     if any(noisy):
         start, stop = noisy.index(True), len(noisy) - noisy[::-1].index(True)
@@ -85,7 +87,7 @@ def draw_tree(tree: TreeFile, path: Path) -> None:
     axes.text(ticks[-1] + 0.24, -0.95, label, va="center", ha="left", fontsize=8, color="#555555")
     for index, leaf in enumerate(leaves):
         score = float(total[index])
-        text = "no score" if score != score else f"{score:.3f}"
+        text = "no score" if math.isnan(score) else f"{score:.3f}"
         axes.text(across[leaf] + 0.24, place[leaf], text, va="center", ha="left", fontsize=8)
 
     axes.set_xlim(-0.4, ticks[-1] + 0.75)

@@ -76,8 +76,8 @@ class Evaluations:
         if any_rank(is_best, self.accelerator):
             save_best()
         if signs:
-            told = f"{signs[0]}, but {', '.join(signs[1:])}"
-            self.logger.warn_once(f"after {epoch} epochs this looks like reward hacking: {told}")
+            shown = f"{signs[0]}, but {', '.join(signs[1:])}"
+            self.logger.warn_once(f"after {epoch} epochs this looks like reward hacking: {shown}")
         if self.config.eval.watch == "stop":
             self.hacked = any_rank(bool(signs), self.accelerator)
         return found

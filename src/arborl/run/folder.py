@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import save_config, with_whole_paths
+from ..config import save_config, with_absolute_paths
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..tools.files import sync, umask
@@ -109,7 +109,7 @@ def claim_folder(config: Config) -> Path:
             folder = base / name
             if folder.exists() and config.run_name == "auto":
                 continue
-            save_config(replace(with_whole_paths(config), run_name=name), aside / CONFIG)
+            save_config(replace(with_absolute_paths(config), run_name=name), aside / CONFIG)
             sync(aside / CONFIG)
             try:
                 if folder.exists():

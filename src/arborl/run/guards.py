@@ -1,5 +1,6 @@
-"""What may silently be wrong with a run, looked for while it runs."""
+"""What may silently be wrong with a run, rollout_checked for while it runs."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -28,14 +29,14 @@ class Guards:
     rewards: Rewards
     logger: Logger
     coordinator: Coordinator
-    looked: bool = False  # at the first rollout
-    examined: bool = False  # the first updates: their ratio, and where their gradients came to
+    rollout_checked: bool = False  # at the first rollout
+    update_checked: bool = False  # the first updates: their ratio, and where their gradients came to
     reached: dict[str, bool] = field(default_factory=dict)  # by gradients so far, of the groups of trained weights
     steps: int = 0  # since this process began
 
-    def tell_failures(self, scores: Scores, share: LocalPrompts, epoch: int) -> None:
+    def check_rewards(self, scores: Scores, local: LocalPrompts, epoch: int) -> None:
         """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
-        leaves = share.total * scores.total.shape[1]
+        leaves = local.total * scores.total.shape[1]
         for name in self.rewards.trained.functions:
             mine = scores.lost.get(name)
             lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
@@ -47,21 +48,21 @@ class Guards:
             if lost:
                 self.logger.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
 
-    def look_at(self, record: Rollout, scores: Scores, share: LocalPrompts) -> None:
+    def check_rollout(self, rollout: Rollout, scores: Scores, local: LocalPrompts) -> None:
         """Once, at a run's first epoch: is the log-density that of the noise drawn, and do leaves differ in score?"""
-        if self.looked:
+        if self.rollout_checked:
             return
-        self.looked = True
-        steps = steps_of(self.model, record, self.config)
+        self.rollout_checked = True
+        steps = steps_of(self.model, rollout, self.config)
         self.logger.warn_if_wrong(transitions(steps, ratio_bound(self.model, self.accelerator))[1])
-        found = spread_of(gather(scores.total.float(), self.accelerator)[: share.total], groups_of_leaves(record.plan))
+        found = spread_of(gather(scores.total.float(), self.accelerator)[: local.total], groups_of_leaves(rollout.plan))
         self.logger.warn_if_wrong(spread({0: found}, 0))
 
-    def check(self, metrics: dict[str, float], stats: Stats) -> None:
+    def check_update(self, metrics: dict[str, float], stats: Stats) -> None:
         """Say once what should not be: a first update whose densities are not the rollout's; weights that no gradient
         reaches; broken gradients.
         """
-        if metrics["reward"] != metrics["reward"]:
+        if math.isnan(metrics["reward"]):
             self.logger.warn_once(
                 "no leaf got a score this epoch, so nothing was trained: the reward answered NaN alone"
             )
@@ -69,15 +70,17 @@ class Guards:
             self.logger.warn_once("no prompt's leaves differ in score this epoch, so there was nothing to learn")
         if metrics["steps_nonfinite"]:
             self.logger.warn_once("a gradient was not finite and its step was left out (steps_nonfinite counts them)")
-        if self.examined or not metrics["steps"]:
+        if self.update_checked or not metrics["steps"]:
             return
         if not self.steps:
             self._check_first(metrics["ratio_error"], stats)
         self.steps += stats.steps
         self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
-        self.examined = self.steps > 1  # a last layer that starts at zero lets gradients through from the second step
+        self.update_checked = (
+            self.steps > 1
+        )  # a last layer that starts at zero lets gradients through from the second step
         missed = [name for name, found in self.reached.items() if not found]
-        if self.examined and missed:
+        if self.update_checked and missed:
             some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
             self.logger.warn_once(
                 f"no gradient reached {len(missed)} of {len(self.reached)} groups of trained weights in the first "

@@ -1,6 +1,7 @@
 """What a run writes and shows while it goes on: metrics, trackers, messages, progress."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..config import save_config, with_whole_paths
+from ..config import save_config, with_absolute_paths
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..distributed.coordination import fail_together
@@ -89,7 +90,7 @@ class Logger:
             if self.main:
                 with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(finite(metrics)) + "\n")
-            self.accelerator.log({name: value for name, value in metrics.items() if value == value}, step=epoch)
+            self.accelerator.log({name: value for name, value in metrics.items() if not math.isnan(value)}, step=epoch)
         return metrics
 
     def show(self, name: str, epoch: int, drawing: Path, captions: list[str], pictures: Tensor | None = None) -> None:
@@ -160,7 +161,7 @@ class Logger:
                     path.unlink()
             write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
             with atomic(self.folder / CONFIG) as aside:
-                save_config(with_whole_paths(config), aside)
+                save_config(with_absolute_paths(config), aside)
         self.trained = sum(map(training_seconds, kept))
 
 

@@ -56,7 +56,7 @@ def update_metrics(
         "grad_norm": stats.grad_norm,
         "steps": stats.steps,
         "steps_skipped": stats.skipped,
-        "steps_nonfinite": stats.broken,
+        "steps_nonfinite": stats.nonfinite,
     }
 
 

@@ -77,25 +77,25 @@ class Run:
             and not self.evaluations.hacked
         )
 
-    def share(self) -> LocalPrompts:
+    def local_prompts(self) -> LocalPrompts:
         """This process's prompts of the epoch at hand."""
         how = split_prompts(self.config.sample, self.accelerator.num_processes)
         return local_prompts(
             self.train_prompts, how, self.accelerator.process_index, self.state.prompts, self.config.seed
         )
 
-    def score(self, record: Rollout, share: LocalPrompts) -> Scores:
+    def score(self, rollout: Rollout, local: LocalPrompts) -> Scores:
         """The scores of a process's leaves; none for those of places that only fill up."""
-        real, size = share.real, settled(self.config.sample.decode_batch_size)
-        leaves = record.leaves
+        real, size = local.num_real, settled(self.config.sample.decode_batch_size)
+        leaves = rollout.leaves
         empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)
         self.diversity = torch.full((len(leaves),), torch.nan)
         if not real:
             return Scores({}, empty.double())
-        if not self.guards.looked:
+        if not self.guards.rollout_checked:
             for text in self.model.check_decoder(leaves[0, :2].to(self.model.device)):
                 self.logger.warn_once(text)
-        prompts = share.prompts.take(range(real))
+        prompts = local.prompts.take(range(real))
         found, _, thumbnails, _ = decode_and_score(
             self.model, self.rewards.trained, leaves[:real], prompts, size, stage=self.logger.stage
         )
@@ -103,8 +103,8 @@ class Run:
         parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
         return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.lost)
 
-    def advantage(self, plan: Plan, scores: Scores, record: Rollout) -> Float[Tensor, "prompts edges"]:
-        config, density = self.config, record.log_density.cpu()
+    def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:
+        config, density = self.config, rollout.log_density.cpu()
         knobs = knobs_of(config, self._spread(scores) if config.advantage.std == "batch" else None)
         return advantages(advantage_of(config), plan, scores.total, density, config.train.adv_clip, **knobs)
 
@@ -119,29 +119,29 @@ class Run:
     def keep_tree_if_due(
         self,
         epoch: int,
-        share: LocalPrompts,
-        record: Rollout,
+        local: LocalPrompts,
+        rollout: Rollout,
         scores: Scores,
         advantage: Float[Tensor, "prompts edges"],
         keep: Bool[Tensor, "prompts edges"],
         stats: Stats,
     ) -> None:
-        """The first prompt's trees, in the Record's file form and as a drawing."""
-        if record.clean is None or stats.ratios is None:
+        """The first prompt's trees, as a file and as a drawing."""
+        if rollout.x0 is None or stats.ratios is None:
             return
-        shown = record.plan.preview_nodes
+        shown = rollout.plan.preview_nodes
         tree = TreeFile(
             epoch=epoch,
-            prompt=share.prompts.texts[0],
-            plan=record.plan,
-            log_density=record.log_density[0].cpu(),
+            prompt=local.prompts.texts[0],
+            plan=rollout.plan,
+            log_density=rollout.log_density[0].cpu(),
             advantage=advantage[0].cpu(),
             kept=keep[0].cpu(),
             ratio=stats.ratios.cpu(),
             scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
             shown=shown,
-            pictures=previews(self.model, record.clean[shown], settled(self.config.sample.decode_batch_size)),
-            latents=record.latents[0].cpu(),
+            pictures=previews(self.model, rollout.x0[shown], settled(self.config.sample.decode_batch_size)),
+            latents=rollout.latents[0].cpu(),
         )
         stem = self.logger.folder / TREES / epoch_name(epoch)
         with self.logger.writing():
@@ -150,22 +150,22 @@ class Run:
         self.logger.show(TREES, epoch, stem.with_suffix(".png"), [tree.prompt])
 
     def complete_epoch(
-        self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, share: LocalPrompts
+        self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, local: LocalPrompts
     ) -> dict[str, float]:
         """Count the epoch as done; its numbers over all ranks (`docs/metrics.md` says what each means)."""
         state = self.state
-        total, with_kl = share.total, self.config.train.kl > 0
+        total, with_kl = local.total, self.config.train.kl > 0
         metrics = score_metrics(scores, self.diversity, self.rewards, total, self.accelerator)
         metrics |= update_metrics(advantage, plan, stats, total, with_kl, self.accelerator)
         metrics["window"] = window_of(self.config, plan, state.epoch)
         parents = metrics["parents"]
-        self.guards.check(metrics, stats)
+        self.guards.check_update(metrics, stats)
         state.epoch += 1
-        state.prompts += share.total
-        state.forwards += plan.forwards * share.total
+        state.prompts += local.total
+        state.forwards += plan.forwards * local.total
         state.forwards += int(parents) if with_kl else 0  # the reference's
         state.forward_backwards += int(parents)
-        calls = {"rollout": plan.forwards * share.total, "update": BACKWARD_COST * int(parents)}
+        calls = {"rollout": plan.forwards * local.total, "update": BACKWARD_COST * int(parents)}
         metrics |= {f"tflops/{name}": self._tflops(count, name) for name, count in calls.items()}
         return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
 
@@ -219,11 +219,11 @@ class Run:
             problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
             raise self.coordinator.raised_by_all(InputError("processes", self.accelerator.num_processes, problem))
 
-    def stop_if_broken(self, stats: Stats) -> None:
+    def stop_if_nonfinite(self, stats: Stats) -> None:
         """Gradients that are not finite again and again will not mend themselves."""
         most = self.config.train.max_nonfinite_steps
-        if stats.broken and self.state.broken >= most:
-            problem = f"the last {self.state.broken} optimizer steps had gradients that are not finite"
+        if stats.nonfinite and self.state.nonfinite_steps >= most:
+            problem = f"the last {self.state.nonfinite_steps} optimizer steps had gradients that are not finite"
             error = InputError(
                 "train.max_nonfinite_steps", most, problem, "a lower train.learning_rate or another precision"
             )

@@ -22,7 +22,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ..config import read_config, with_whole_paths
+from ..config import read_config, with_absolute_paths
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import Prompts, split_prompts
@@ -65,8 +65,8 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
             check_goes_on(config, resume, int(head["epoch"]))
     parts = assemble(config, accelerator, head)
     with fail_together(accelerator):
-        amiss = probe(parts.model, parts.rewards, parts.prompts)
-    told = [*parts.told, *parts.fitted()]  # now that rewards have taken what they need
+        problems = probe(parts.model, parts.rewards, parts.prompts)
+    messages = [*parts.messages, *parts.fitted()]  # now that rewards have taken what they need
     state = parts.state
     with fail_together(accelerator):
         if checkpoint:
@@ -75,25 +75,24 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
                 raise InputError("prompts.path", config.prompts.path, problem, "the same, wherever they lie")
             load_checkpoint(state, checkpoint)
     before = read_config(resume / CONFIG) if resume else config
-    changed = changes(with_whole_paths(before), with_whole_paths(config))
-    run = Logger(config, accelerator, resume, state.epoch, quiet)
-    with fail_together(accelerator), run.writing():
+    changed = changes(with_absolute_paths(before), with_absolute_paths(config))
+    logger = Logger(config, accelerator, resume, state.epoch, quiet)
+    with fail_together(accelerator), logger.writing():
         if resume and accelerator.is_main_process:
             remove_partial(resume / CHECKPOINTS)
             drop_best_from(resume / CHECKPOINTS, state.epoch)
             for path, problem in damaged.items():
                 kept = quarantine(path)
-                run.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
-    for text in told:
-        run.say(text)
+                logger.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
+    for text in messages:
+        logger.say(text)
     for text in changed:
-        run.say(f"changed from epoch {state.epoch} on: {text}")
-    for text in [*warnings_about(config), *amiss]:
-        run.warn_once(text)
-    run.warn_if_wrong(free_disk(config, state.parameters, run.folder))
-    together = Coordinator(accelerator, state.sharded)
+        logger.say(f"changed from epoch {state.epoch} on: {text}")
+    for text in [*warnings_about(config), *problems]:
+        logger.warn_once(text)
+    logger.warn_if_wrong(free_disk(config, state.parameters, logger.folder))
     made = parts.model, parts.rewards, parts.prompts, parts.held_out
-    return Run(config, accelerator, *made, state, run, together, parts.flops)
+    return Run(config, accelerator, *made, state, logger, Coordinator(accelerator, state.sharded), parts.flops)
 
 
 def check_goes_on(config: Config, run: Path, epoch: int) -> None:
@@ -119,22 +118,22 @@ class Assembled:
     config: Config
     accelerator: Accelerator
     flops: int  # of a forward
-    told: list[str]  # what came of it that is worth a line
+    messages: list[str]  # what came of it that is worth a line
     compiling: float = 0.0  # seconds so far
 
     def fitted(self) -> list[str]:
         """Micro-batches found where they are left open, compiling done with; what came of it."""
         config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
         start = time.perf_counter()
-        told = find_batch_sizes(config, self.model, self.state, accelerator, prompt)
+        messages = find_batch_sizes(config, self.model, self.state, accelerator, prompt)
         if self.model.compiled:
             # Split weights need all processes at every call, so there nobody can fail alone.
             with nullcontext() if self.state.sharded else fail_together(accelerator):
                 warm_up(config, self.model, self.state, accelerator, prompt)
-                told += find_bitwise_batch_sizes(config, self.model, accelerator.num_processes, prompt)
+                messages += find_bitwise_batch_sizes(config, self.model, accelerator.num_processes, prompt)
             seconds = self.compiling + time.perf_counter() - start
-            told.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
-        return [*told, *geometry(config, accelerator.num_processes, self.state.sharded)]
+            messages.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
+        return [*messages, *geometry(config, accelerator.num_processes, self.state.sharded)]
 
 
 def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
@@ -151,10 +150,10 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
     with fail_together(accelerator):
         model = load_model(config, accelerator.device)
         flops = forward_flops(model, prompts.texts[0])
-        told = [str(embedded)] if embedded else []
+        messages = [str(embedded)] if embedded else []
         compiled, why = compiles(config, flops, accelerator.device)
         start = time.perf_counter()
-        told += [*why, *(model.compile() if compiled else [])]
+        messages += [*why, *(model.compile() if compiled else [])]
         compiling = time.perf_counter() - start
     how = how_to_split(config, accelerator)
     split = how != "no"
@@ -180,7 +179,7 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
     average = Ema(parameters, train.ema_decay, train.ema_every)
     state = State(parameters, optimizer, average, prompt_list=prompts.digest)
-    return Assembled(model, rewards, prompts, held_out, state, config, accelerator, flops, told, compiling)
+    return Assembled(model, rewards, prompts, held_out, state, config, accelerator, flops, messages, compiling)
 
 
 def start_accelerator(config: Config, **options: Any) -> Accelerator:
@@ -203,9 +202,9 @@ def start_accelerator(config: Config, **options: Any) -> Accelerator:
 
 
 def precision(config: Config) -> str:
-    """The arithmetic that `train.mixed_precision` means here; a launcher that was told bf16 is heeded."""
+    """The arithmetic that `train.mixed_precision` means here; a launcher that says bf16 is heeded."""
     if config.train.mixed_precision != "auto":
         return config.train.mixed_precision
-    told = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-    return "bf16" if told or on_gpu else "no"
+    return "bf16" if launched or on_gpu else "no"

@@ -86,10 +86,12 @@ def train_flow(
 
     def step(zero_tokens: int, batch: int) -> Tensor:
         chosen = _choose(len(latents), batch, device)
-        clean, told = latents[chosen], index[chosen]
-        told = torch.where(torch.rand(batch, device=device) < wrong, _choose(len(scenes), batch, device), told)
-        told = torch.where(torch.rand(batch, device=device) < EMPTY, len(captions) - 1, told)
-        found = [encoder(tokens[told], output_hidden_states=True) for encoder in encoders]
+        clean, captioned = latents[chosen], index[chosen]
+        captioned = torch.where(
+            torch.rand(batch, device=device) < wrong, _choose(len(scenes), batch, device), captioned
+        )
+        captioned = torch.where(torch.rand(batch, device=device) < EMPTY, len(captions) - 1, captioned)
+        found = [encoder(tokens[captioned], output_hidden_states=True) for encoder in encoders]
         # As StableDiffusion3Pipeline encodes a caption: the layer before the last, and the projected end token.
         text = torch.cat([f.hidden_states[-2] for f in found], -1)
         pooled = torch.cat([f.text_embeds for f in found], -1)

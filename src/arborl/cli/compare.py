@@ -61,7 +61,7 @@ def compare(
     Example: arborl compare tree 'tree tree.w=4 sample.num_prompts=16' flow_grpo --seeds 5 --compute 4e5
     """
     from ..compare import Cell, Protocol
-    from .comparison import run_comparison
+    from .compare_table import run_comparison
 
     protocol = Protocol(tuple(range(seeds)), compute or 0.0, seconds or 0.0, common, points)
     run_comparison([Cell(text) for text in cells], protocol, to, baseline, workers, dry_run, as_json, out)

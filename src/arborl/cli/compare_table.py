@@ -91,7 +91,7 @@ class Shown:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         console = Console(stderr=True, highlight=False)
-        self.total, self.told = len(runs), 0
+        self.total, self.printed = len(runs), 0
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=console, disable=not console.is_terminal,
@@ -120,6 +120,6 @@ class Shown:
             if folder not in over:
                 self.progress.update(task, visible=False)
         if self.progress.disable:
-            for run in done[self.told :]:
+            for run in done[self.printed :]:
                 print(f"{run.cell.text}, seed {run.seed}: done ({len(done)} of {self.total})", file=sys.stderr)
-        self.told = len(done)
+        self.printed = len(done)
