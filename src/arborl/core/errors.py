@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 def shortened(text: str, most: int = 300) -> str:
-    """What is shown of a text that may be of any length."""
+    """A text of any length, cut to `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

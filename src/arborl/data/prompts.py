@@ -87,7 +87,7 @@ def _row(key: str, path: str, number: int, line: str) -> dict[str, Any]:
 
 
 class PromptSplit(NamedTuple):
-    """How an epoch's prompts are shared out."""
+    """Split of an epoch's prompts over the ranks."""
 
     total: int  # over all processes
     per_process: int  # places a process has; those beyond the total stay empty
@@ -112,7 +112,7 @@ class LocalPrompts:
 
 
 def local_prompts(prompts: Prompts, how: PromptSplit, rank: int, start: int, seed: int) -> LocalPrompts:
-    """What a process draws, where `start` prompts have been dealt out before."""
+    """A rank's prompts of an epoch, after `start` prompts of earlier epochs."""
     chosen = prompt_order(len(prompts), start, how.total, seed)
     ids = torch.arange(rank * how.per_process, (rank + 1) * how.per_process)
     return LocalPrompts(prompts.take([chosen[min(i, how.total - 1)] for i in ids.tolist()]), ids, how.total)

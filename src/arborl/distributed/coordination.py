@@ -32,7 +32,7 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _verdict(error: Exception | None, accelerator: Accelerator) -> Exception | None:
-    """What a process is to raise once all have said how they fared: its own error, if it is the first that met it."""
+    """The error a process raises once all have reported theirs: its own, if it is the first that met it."""
     if accelerator.num_processes == 1 or not any_rank(error is not None, accelerator):
         return error
     errors: list[str | None] = gather_object([None if error is None else f"{type(error).__name__}: {error}"])

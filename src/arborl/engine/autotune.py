@@ -1,4 +1,4 @@
-"""Micro-batches: sizes left to `auto` are tried on the model itself, from small to large, and the run names them all."""
+"""Micro-batch sizes that are left to `auto`: tried on the model itself, from small to large."""
 
 import math
 import os
@@ -44,7 +44,7 @@ MAX_TIME_SHARE = 0.97
 
 
 CGROUPS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""What a container or a batch system allows."""
+"""Files with the memory limit of a container or a batch system."""
 
 
 class Trial(NamedTuple):
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
 
 
 def shown(tried: list[Trial]) -> str:
-    """What was tried, for people."""
+    """Trials as one line of text."""
     return ", ".join(f"{t.size}: {1000 * t.seconds:.3g} ms" if t.fits else f"{t.size}: no room" for t in tried)
 
 

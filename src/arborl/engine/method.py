@@ -117,7 +117,7 @@ def window_of(config: Config, plan: Plan, epoch: int) -> int:
 
 
 def pruning(config: Config, plan: Plan, epoch: int) -> Pruning:
-    """What of the plan is not trained at an epoch."""
+    """The pruning of an epoch's plan."""
     settings = config.prune
     if settings.until < 1 and epoch >= settings.until * config.train.epochs:
         return Pruning(step_fraction=settings.step_fraction)
@@ -205,7 +205,7 @@ def check_plan(config: Config) -> None:
 
 
 def warnings_about(config: Config) -> list[str]:
-    """What works but should be known: steps that leave more noise than the schedule can remove."""
+    """Warnings about settings that work: steps that leave more noise than the schedule can remove."""
     if config.tree.plan != "flat" or not config.kernel.excess_noise:
         return []
     schedule = schedule_of(config, config.sample.num_steps)
@@ -238,7 +238,7 @@ def advantage_of(config: Config) -> Callable[..., Tensor]:
 
 
 def knobs_of(config: Config, spread: float | None = None) -> dict[str, Any]:
-    """What an advantage is given by name. `spread` is the standard deviation of the epoch's leaves."""
+    """An advantage's keyword arguments. `spread` is the standard deviation of the epoch's leaves."""
     knobs = asdict(config.advantage)
     del knobs["name"]
     knobs["spread"] = {"group": None, "batch": spread, "none": 1.0}[knobs.pop("std")]

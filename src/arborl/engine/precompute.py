@@ -15,7 +15,7 @@ from ..models import model_class
 
 
 class Embedded(NamedTuple):
-    """What encoding ahead came to, on all ranks."""
+    """Result of encoding ahead, on all ranks."""
 
     texts: int
     encoded: int
@@ -53,7 +53,7 @@ def precompute_embeddings(
 
 
 def texts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, start: int, count: int) -> list[str]:
-    """What a run will ask its text encoders: the prompts it deals out from a place on, and those of its evaluations."""
+    """Texts that a run will encode: the prompts it deals out from a place on, and those of its evaluations."""
     # Within a pass each prompt comes once, so that two passes hold them all wherever they begin.
     chosen = prompt_order(len(prompts), start, min(count, 2 * len(prompts)), config.seed)
     return [*(prompts.texts[i] for i in sorted(set(chosen))), *held_out.texts[: config.eval.num_prompts]]

@@ -59,7 +59,7 @@ def statistics(images: Float[Tensor, "n 3 height width"]) -> dict[str, Float[Ten
 
 
 def thumbnails(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 16 16"]:
-    """What is left of pictures that are to be told apart."""
+    """Small versions of pictures, for their distance from one another."""
     return functional.adaptive_avg_pool2d(images.float().nan_to_num(), THUMBNAIL).cpu()
 
 

@@ -1,4 +1,4 @@
-"""What changes while training: weights, their average, the optimizer, and how far the run has come."""
+"""Training state: weights, their average, the optimizer, and how far the run has come."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ class Ema:
 
 @dataclass
 class State:
-    """What changes while training."""
+    """Training state: everything that a checkpoint holds."""
 
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer

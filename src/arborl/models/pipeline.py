@@ -50,7 +50,7 @@ class PipelineModel(Model):
     trained_component: ClassVar[str] = "transformer"
     """The part that is trained."""
     inputs: ClassVar[Sequence[str]] = ("text", "pooled")
-    """What `embed` gives, in the order in which `velocity` takes it."""
+    """What `encode_texts` gives, in the order in which `velocity` takes it."""
     cfg: ClassVar[bool] = True
     """Whether guidance means a second, unconditional half of each call."""
     t5: ClassVar[str] = ""

@@ -160,13 +160,13 @@ def quarantine(path: Path) -> Path:
 
 
 def remove_partial(folder: Path) -> None:
-    """What was left half written or half removed goes."""
+    """Remove checkpoints that were left half written or half removed."""
     for left in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
         _remove(left)
 
 
 def problem_with(path: Path) -> str | None:
-    """What tells that a checkpoint is not what was written, byte for byte; None for a sound one."""
+    """Why a checkpoint is not what was written, byte for byte; None for a valid one."""
     try:
         listed = dict(_line(line) for line in (path / SUMS).read_bytes().decode("ascii").splitlines(keepends=True))
         found = {file.name for file in path.iterdir()} - {SUMS}

@@ -1,4 +1,4 @@
-"""What a run is given: rewards and prompts, found and checked before anything is written."""
+"""Inputs of a run: rewards and prompts, found and checked before anything is written."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

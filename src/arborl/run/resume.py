@@ -1,4 +1,4 @@
-"""What a command is pointed at: a preset, or a run's own settings and weights."""
+"""The configuration and weights a command is pointed at: a preset, or a run's own settings and weights."""
 
 import json
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def _is_over(folder: Path, config: Config) -> bool:
 
 
 def check_same(before: Config, after: Config) -> None:
-    """What cannot change while a run goes on has not."""
+    """Refuse changes of settings that are fixed while a run goes on."""
     old, new = flat(before), flat(after)
     for key in {**old, **new}:
         if key.startswith(FIXED_ON_RESUME) and key not in FREE_ON_RESUME and old.get(key) != new.get(key):

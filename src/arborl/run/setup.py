@@ -108,7 +108,7 @@ def check_goes_on(config: Config, run: Path, epoch: int) -> None:
 
 @dataclass
 class Assembled:
-    """What is trained and on what, before there is a run."""
+    """Model, rewards, prompts and optimizer, before there is a run."""
 
     model: Model
     rewards: Rewards
@@ -118,7 +118,7 @@ class Assembled:
     config: Config
     accelerator: Accelerator
     flops: int  # of a forward
-    messages: list[str]  # what came of it that is worth a line
+    messages: list[str]  # for the user, a line each
     compiling: float = 0.0  # seconds so far
 
     def fitted(self) -> list[str]:

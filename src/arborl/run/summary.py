@@ -1,4 +1,4 @@
-"""What a run came to, for people and in summary.json: with that it is over."""
+"""Summary at the end of a run, on the terminal and in summary.json."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .reward_hacking import best
 def sum_up(
     logger: Logger, state: State, evaluations: Evaluations, peak_memory: int, write_report: Callable[[Path], Path]
 ) -> None:
-    """What the run came to, for people and in summary.json: with that it is over."""
+    """Print the summary and write summary.json, which marks the run as finished."""
     epochs, best_by, rewards = state.epoch, evaluations.best_by, evaluations.rewards
     rows = logger.read_metrics()
     reward = f"eval/{next(iter(rewards.functions))}"

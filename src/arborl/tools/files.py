@@ -83,7 +83,7 @@ def sync(path: Path) -> None:
 
 
 def umask() -> int:
-    """What the user takes away from the permissions of new files."""
+    """The process's umask."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
