@@ -93,7 +93,9 @@ def tree(
     spread: float | None = None,
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
-    """TreeGRPO (arXiv 2512.08153, Algorithm 1): z-score over all leaves of the prompt, carried up by softmax(log π_old / temperature) or evenly."""
+    """TreeGRPO (arXiv 2512.08153, Algorithm 1): z-score over all leaves of the prompt, carried up by
+    softmax(log π_old / temperature) or evenly.
+    """
     z = zscore(scores, spread=spread)
     return backup_values(plan, z, log_density / temperature if backup == "softmax" else None)
 
@@ -106,7 +108,9 @@ def flat(
     spread: float | None = None,
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
-    """GRPO (arXiv 2402.03300, section 4.1.2): the leaf's z-score on every edge of its path (where paths are shared, the mean of theirs)."""
+    """GRPO (arXiv 2402.03300, section 4.1.2): the leaf's z-score on every edge of its path; where paths are shared, the
+    mean of theirs.
+    """
     return backup_values(plan, zscore(scores, spread=spread))
 
 
@@ -120,7 +124,7 @@ def depth(
     spread: float | None = None,
     **_: object,
 ) -> Float[Tensor, "prompts edges"]:
-    """BranchGRPO (arXiv 2509.06040): fuse leaf scores into a reward for every node, then z-score nodes against one another.
+    """BranchGRPO (arXiv 2509.06040): fuse leaf scores into a reward for every node, then z-score the nodes of a group.
 
     A node's reward is the mean of the leaves below it, or its children's weighted by softmax(log π_old) of the edges to
     them (`path_prob`). It is compared with the nodes of its depth in its tree, or in all trees of the prompt, or with

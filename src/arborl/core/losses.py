@@ -12,7 +12,9 @@ def clipped_surrogate(
     clip: float,
     weight: Float[Tensor, " n"] | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " n"]]]:
-    """PPO (arXiv 1707.06347, eq. 7): max(-A·r, -A·clip(r, 1±c)), weighted and *summed*; the caller divides by the global number of edges.
+    """PPO (arXiv 1707.06347, eq. 7): max(-A·r, -A·clip(r, 1±c)), weighted and *summed*.
+
+    The caller divides by the global number of edges.
 
     Also returns, per edge, the ratio and whether the clip is what held it (its gradient is then 0).
     """

@@ -84,7 +84,7 @@ class Schedule:
 
 
 def shifted(steps: int, shift: float) -> Schedule:
-    """shift·t / (1 + (shift-1)·t) on T+1 even times from 1 to 0 (the resolution shift of SD3, arXiv 2403.03206, eq. 23)."""
+    """SD3's resolution shift (arXiv 2403.03206, eq. 23): shift·t / (1 + (shift-1)·t) on T+1 even times from 1 to 0."""
     if steps < 1:
         raise ArgumentError("steps", steps, "a trajectory needs at least one step", "1 or more")
     if shift <= 0:
@@ -94,5 +94,5 @@ def shifted(steps: int, shift: float) -> Schedule:
 
 
 def window_start(epoch: int, s: int, tou: int, positions: int) -> int:
-    """TreeGRPO's and MixGRPO's moving window: l(e) = (s·⌊e/tou⌋) mod positions: the window moves s steps every tou epochs and never leaves the grid."""
+    """l(e) = (s·⌊e/tou⌋) mod positions: a window moves s steps every tou epochs and never leaves the schedule."""
     return (s * (epoch // tou)) % positions

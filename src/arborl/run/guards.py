@@ -1,4 +1,4 @@
-"""What may silently be wrong with a run, rollout_checked for while it runs."""
+"""Checks for what may silently be wrong with a run, rollout_checked for while it runs."""
 
 import math
 from dataclasses import dataclass, field
