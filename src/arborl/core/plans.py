@@ -58,7 +58,7 @@ def tree(
     tail: Tail = EULER,
     **_: object,
 ) -> Plan:
-    """TreeGRPO (arXiv 2512.08153, Algorithm 1): k stochastic children at each of w steps, in a moving window; else ODE."""
+    """TreeGRPO (arXiv 2512.08153, Algorithm 1): k stochastic children at the w steps of a moving window, else ODE."""
     start = window_start(epoch, s, tou, window_positions(schedule, kernel, eta, w))
     inside = [start <= step < start + w for step in range(len(schedule))]
     arity = [k if i else 1 for i in inside]
@@ -146,9 +146,8 @@ def flat(
 ) -> Plan:
     """Flow-GRPO (arXiv 2505.05470), DanceGRPO (2505.07818), DDPO (2305.13301): `group_size` separate trajectories.
 
-    Stochastic wherever a step may be.
-
-    With `shared_noise` the group starts from one noise, so the first forward serves all of it.
+    Stochastic wherever a step may be. With `shared_noise` the group starts from one noise, and the first forward serves
+    all of it.
     """
     able = bools(sde_able(schedule, kernel, eta, excess_noise))
     if not any(able):

@@ -64,10 +64,8 @@ def sample_trees(
     latents[:, : plan.roots] = frontier
     # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
     table = Coefficients(*(to_device(c.float(), device) for c in plan.coefficients))
-    timestep, multistep = (
-        to_device(plan.timestep.float(), device),
-        to_device(plan.multistep_coefficient.float(), device),
-    )
+    timestep = to_device(plan.timestep.float(), device)
+    multistep = to_device(plan.multistep_coefficient.float(), device)
     x0_coefficients = tuple(to_device(c.float(), device) for c in plan.x0_coefficients)
     before = frontier if bool(plan.multistep.any()) else None  # x̂0 at the parents of the frontier's nodes
     first = 0  # the number of the frontier's first node
@@ -122,7 +120,7 @@ def predict_x0(
     x: Float[Tensor, "prompts n *latent"],
     v: Float[Tensor, "prompts n *latent"],
 ) -> Float[Tensor, "prompts n *latent"]:
-    """x̂0, what the model takes the x0 sample to be, at some nodes; `coefficients` are the plan's."""
+    """x̂0, what the model takes the clean sample to be, at some nodes; `coefficients` are the plan's."""
     a, b = (_spread(c[nodes], x) for c in coefficients)
     return a * x + b * v
 

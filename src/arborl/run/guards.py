@@ -1,4 +1,4 @@
-"""Checks for what may silently be wrong with a run, rollout_checked for while it runs."""
+"""Checks for what may silently be wrong with a run, made while it runs."""
 
 import math
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Guards:
     rewards: Rewards
     logger: Logger
     coordinator: Coordinator
-    rollout_checked: bool = False  # at the first rollout
+    rollout_checked: bool = False  # the first one: its densities, and whether leaves differ
     update_checked: bool = False  # the first updates: their ratio, and where their gradients came to
     reached: dict[str, bool] = field(default_factory=dict)  # by gradients so far, of the groups of trained weights
     steps: int = 0  # since this process began
