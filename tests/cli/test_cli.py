@@ -11,13 +11,14 @@ import pytest
 
 from arborl.cli import main
 
+from conftest import ROOT
+
 README_COMMAND = ["--config-name", "base", "run_name=sd3-5m_treegrpo", "sample.num_prompts=2", "sample.num_trees=1"]
 README_COMMAND += ["tree.w=4", "tree.k=2"]
 
 OWN_REWARDS = """
 import torch
 from arborl.worlds.mixture import Model, MixtureModel
-from conftest import ROOT
 
 def good(images, prompts, columns):
     return images.flatten(1).mean(1)
