@@ -33,10 +33,11 @@ from arborl.engine.cost import BACKWARD_COST
 from arborl.engine.method import make_plan, pruning, window_positions
 from arborl.engine.rollout import Rollout, predict, sample_trees, trained_batch
 from arborl.engine.update import Edges, Stats, _edges, _loss, clip_gradients, update
-from arborl.pipelines import build
-from arborl.reward_files import TINY, VIT_H, clip_tokenizer, open_clip
 from arborl.run.run import Run
 from arborl.run.setup import prepare
+
+from .pipelines import build
+from .reward_files import TINY, VIT_H, clip_tokenizer, open_clip
 
 PROMPTS = [f"{what} {where}" for what in ("a cat", "a red house", "a dog") for where in ("at night", "by the sea", "")]
 GPU, CPU = ("sd35", "flux", "wan"), ("scenes",)
@@ -101,7 +102,7 @@ def waits(found: list[str]) -> Iterator[None]:
         return
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(rollout=True) as heard:
+        with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             yield
         found += [f"{Path(w.filename).name}:{w.lineno}" for w in heard if "synchroniz" in str(w.message)]
@@ -115,10 +116,10 @@ class Bench:
     def __init__(self, name: str, config: Config, peak: float) -> None:
         self.name, self.config, self.peak = name, config, peak
         start = time.perf_counter()
-        self.job: Run = prepare(config)
-        seconds, tera = time.perf_counter() - start, self.job.flops / 1e12
+        self.run: Run = prepare(config)
+        seconds, tera = time.perf_counter() - start, self.run.flops / 1e12
         print(f"{name}: set up in {seconds:.0f} s, {tera:.4g} TFLOP a forward", flush=True)
-        self.model = self.job.model
+        self.model = self.run.model
         self.schedule = self.model.schedule(config.sample.num_steps)
 
     def epoch(self, way: str, edge_by_edge: bool = False, **changes: Any) -> Row:
@@ -127,41 +128,41 @@ class Bench:
         for key, value in changes.items():
             section, name = key.split("__")
             setattr(getattr(config, section), name, value)
-        self.job.config = config
+        self.run.config = config
         middle = min((config.sample.num_steps - config.tree.w) // 2, window_positions(config, self.schedule) - 1)
-        plan, run, model = make_plan(config, self.schedule, middle), self.job.logger, self.model
-        key, local = fold(config.seed, middle), self.job.local_prompts()
-        forget_peak(self.job.accelerator.device)
-        run.seconds.clear()
-        with run.stage("encode"):
+        plan, logger, model = make_plan(config, self.schedule, middle), self.run.logger, self.model
+        key, local = fold(config.seed, middle), self.run.local_prompts()
+        forget_peak(self.run.accelerator.device)
+        logger.seconds.clear()
+        with logger.stage("encode"):
             cond = model.encode(local.prompts.texts)
-        with run.stage("rollout"):
+        with logger.stage("rollout"):
             twin = trained_batch(model, config)
             rollout = sample_trees(model, plan, cond, key, local.ids, config.sample, trained_batch=twin)
-        with run.stage("reward"):
-            scores = self.job.score(rollout, local)
-        with run.stage("advantage"):
-            advantage = self.job.advantage(plan, scores, rollout)
+        with logger.stage("reward"):
+            scores = self.run.score(rollout, local)
+        with logger.stage("advantage"):
+            advantage = self.run.advantage(plan, scores, rollout)
             keep = prune(plan, advantage, pruning(config, plan, middle), key, local.ids)
-        with run.stage("update"):
+        with logger.stage("update"):
             if edge_by_edge:
                 stats = self.each_edge(rollout, advantage, keep)
             else:
-                given = model, self.job.state, self.job.accelerator, rollout, advantage, keep, config, key, local
+                given = model, self.run.state, self.run.accelerator, rollout, advantage, keep, config, key, local
                 stats = update(*given, examine=False)
         row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scores.total.numel())
-        row.seconds = dict(run.seconds)
+        row.seconds = dict(logger.seconds)
         parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed
         calls = {"rollout": row.forwards, "update": BACKWARD_COST * parents}
-        row.share = {name: self.job.flops * n / run.seconds[name] / self.peak for name, n in calls.items()}
-        row.memory, row.ratio = memory_in_use(self.job.accelerator.device) / 2**30, float(stats.ratio_error)
+        row.share = {name: self.run.flops * n / logger.seconds[name] / self.peak for name, n in calls.items()}
+        row.memory, row.ratio = memory_in_use(self.run.accelerator.device) / 2**30, float(stats.ratio_error)
         print(json.dumps(asdict(row)), flush=True)
         return row
 
     def full_frontier(self) -> float:
         """Share of the peak while every leaf's path advances."""
         config, model = self.config, self.model
-        local = self.job.local_prompts()
+        local = self.run.local_prompts()
         cond, leaves = model.encode(local.prompts.texts), config.tree.k**config.tree.w
         rows = torch.tensor([[p, 0, n] for p in range(local.total) for n in range(leaves)], device=model.device)
         x = model.noise(fold(0, 0), rows).unflatten(0, (local.total, leaves))
@@ -174,24 +175,24 @@ class Bench:
                 if model.device.type == "cuda":
                     torch.cuda.synchronize()
                 best = min(best, time.perf_counter() - start)
-        return self.job.flops * len(rows) / best / self.peak
+        return self.run.flops * len(rows) / best / self.peak
 
     def each_edge(self, rollout: Rollout, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
         """A forward and backward pass for every edge, as if its siblings had other parents."""
-        stats, every, state = Stats(), _edges(rollout.plan, keep.cpu()), self.job.state
+        stats, every, state = Stats(), _edges(rollout.plan, keep.cpu()), self.run.state
         for prompt, edge in zip(every.prompt, every.edge, strict=True):
             parent = torch.stack([prompt, rollout.plan.parent[edge]])[None]
             one = Edges(parent, prompt[None], edge[None], torch.zeros(1, dtype=torch.long))
             loss = _loss(self.model, rollout, advantage, one, self.config.train, stats, first=True)
-            self.job.accelerator.backward(loss / len(every.edge))
+            self.run.accelerator.backward(loss / len(every.edge))
         clip_gradients(state.parameters.values(), self.config.train.max_grad_norm)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         return stats
 
     def close(self) -> None:
-        self.job.logger.close()
-        self.job = self.model = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.run.logger.close()
+        self.run = self.model = None  # pyright: ignore[reportAttributeAccessIssue]
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

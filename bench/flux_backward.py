@@ -18,7 +18,8 @@ def run(how: str) -> None:
 
     from arborl.models import lora
     from arborl.models.flux import FluxModel, _positions, keep_gradients_whole
-    from arborl.pipelines import randomised
+
+    from .pipelines import randomised
 
     torch.manual_seed(0)
     torch.backends.cuda.enable_cudnn_sdp(how != "flash")

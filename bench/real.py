@@ -40,7 +40,7 @@ STAGES = ("rollout", "decode", "reward", "update")
 
 def make_folder(family: str) -> Path:
     """The family's pipeline in bfloat16, with full text encoders where memory is promised."""
-    from arborl.pipelines import build
+    from .pipelines import build
 
     folder = ROOM / family
     if not folder.exists():

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from arborl.pipelines import build
 from arborl.run.checkpoint import latest_valid, problem_with
+
+from .pipelines import build
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [

@@ -13,8 +13,9 @@ import torch
 
 from arborl.config import load_config
 from arborl.core.noise import fold, normal
-from arborl.pipelines import build
 from arborl.trainer import train
+
+from .pipelines import build
 
 PROMPTS = ["a photo of a cat", "red house", "a dog", "blue house"]
 

@@ -26,11 +26,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arborl.config import load_config
 from arborl.engine.rollout import Rollout, sample_trees
-from arborl.epoch import matrix_peak
 from arborl.models import Model, compile, lora
 from arborl.models.sd3 import SD3Model
-from arborl.pipelines import SD3, WAN, randomised
 from arborl.trainer import train
+
+from .epoch import matrix_peak
+from .pipelines import SD3, WAN, randomised
 
 TEXT = 333
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,18 +107,18 @@ def scenes(epochs: int) -> None:
     """The main run, as it is and with float8 where no log-density is taken; evaluated alike."""
 
     def coarse(model: Model, *args: Any, **kwargs: Any) -> Rollout:
-        plain = model.quickly
+        plain = model.fast_sampling
 
         @contextmanager
         def fast_sampling() -> Iterator[None]:
             with plain(), rounded(model.module):
                 yield
 
-        with mock.patch.object(model, "quickly", quickly):
+        with mock.patch.object(model, "fast_sampling", fast_sampling):
             return sample_trees(model, *args, **kwargs)
 
     for name, way in (("float32", sample_trees), ("float8", coarse)):
-        with tempfile.TemporaryDirectory() as folder, mock.patch("arborl.trainer.rollout", way):
+        with tempfile.TemporaryDirectory() as folder, mock.patch("arborl.trainer.sample_trees", way):
             own = [f"log.dir={folder}", "log.trackers=[]", *([f"train.epochs={epochs}"] if epochs else [])]
             lines = (train(load_config("tree", own)) / "metrics.jsonl").read_text().splitlines()
         scores = [row["eval/scene"] for row in map(json.loads, lines) if "eval/scene" in row]

@@ -128,3 +128,12 @@ def test_tests_lie_as_the_source_does() -> None:
     folders = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS}
     assert {folder.name for folder in folders} <= packages
     assert {folder.parent for folder in folders} == {TESTS}
+
+
+def test_the_page_shows_the_order_and_every_package() -> None:
+    page = (SOURCE.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"`{' < '.join(ORDER)}`" in page
+    for package in ORDER:
+        assert package == "verbs" or f"| `{package}/` |" in page
+    drawing = (SOURCE.parent.parent / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert all(f"{package}/" in drawing for package in ORDER if package != "verbs")

@@ -1,5 +1,6 @@
 """What is written for people: links lead somewhere, and what the pages name exists. `test_commands.py` runs it."""
 
+import ast
 import importlib
 import json
 import os
@@ -212,3 +213,12 @@ def test_scripts_run(name: str, tiny_folder, tmp_path: Path):
 
 def test_every_script_is_tried():
     assert {path.stem for path in (ROOT / "scripts").iterdir()} == {*SCRIPTS}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_can_be_imported(path: Path):
+    """Most of them need a GPU to run; what they take from the package must be there."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not path.stem.startswith("__"):
+            module = importlib.import_module("." * node.level + (node.module or ""), "bench")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []

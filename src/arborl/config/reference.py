@@ -14,7 +14,8 @@ def reference() -> str:
         "# Every setting",
         "",
         "Written from the schema by `python -m arborl.config.reference > docs/config.md`; a test keeps them the same.",
-        "Give settings as `key=value`. The defaults are the schema's; presets and groups put others in their place.",
+        "Give settings as `key=value`.",
+        "The defaults are the schema's; presets and groups put others in their place.",
         "",
         f"- Presets (`--config-name`): {', '.join(f'`{name}`' for name in presets())}, or a yaml file of your own.",
     ]
