@@ -265,15 +265,15 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
         with tempfile.TemporaryDirectory(prefix="arborl-canary-") as folder:
             short = _canary_config(config, texts, Path(folder), factor, seconds / 2)
             short.sample.num_prompts = min(split_prompts(config.sample, processes).per_process, 8)
-            job = prepare(short, quiet=True)
-            job.keeps = False
-            run_epochs(job)
-        assert job.evaluations.first
-        assert job.evaluations.newest
-        change = job.evaluations.newest[1].values["brightness"] - job.evaluations.first.values["brightness"]
+            run = prepare(short, quiet=True)
+            run.saver.enabled = False
+            run_epochs(run)
+        assert run.evaluations.first
+        assert run.evaluations.newest
+        change = run.evaluations.newest[1].values["brightness"] - run.evaluations.first.values["brightness"]
         rise, error = float(change.mean()), float(change.std()) / math.sqrt(len(change))
-        rate, steps = config.train.learning_rate * factor, job.state.epoch * config.train.updates
-        said.append(f"{job.state.epoch} epochs at learning rate {rate:.0e}: brightness {rise:+.2g} ± {error:.1g}")
+        rate, steps = config.train.learning_rate * factor, run.state.epoch * config.train.updates
+        said.append(f"{run.state.epoch} epochs at learning rate {rate:.0e}: brightness {rise:+.2g} ± {error:.1g}")
         rose = rise > 3 * error
         if rose:
             break

@@ -73,8 +73,8 @@ def run_epochs(run: Run) -> Path:
                     bar.advance(logger.log(epoch, metrics | evaluation))
             with logger.stage("record"), coordinator.independent():
                 run.keep_tree_if_due(epoch, local, rollout, scores, advantage, keep, stats)
-            run.stop_if_nonfinite(stats)
+            run.guards.stop_if_nonfinite(stats, state.nonfinite_steps)
             with logger.stage("checkpoint"):
-                run.save_if_due()
+                run.saver.save_if_due()
         run.finish(write_report)
     return logger.folder

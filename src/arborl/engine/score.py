@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import InputError
-from ..data.prompts import Prompts
+from ..data.prompts import LocalPrompts, Prompts
 from ..models.base import Model
 from ..rewards.base import Answers, Failures, Rewards, Scores
 from .batches import batches
@@ -136,6 +136,27 @@ def decode_and_score(
         torch.cat(small).unflatten(0, (-1, count)),
         torch.cat(pictures[1:] or pictures),
     )
+
+
+def score_leaves(
+    model: Model,
+    rewards: Rewards,
+    leaves: Float[Tensor, "prompts leaves *latent"],
+    local: LocalPrompts,
+    batch_size: int,
+    stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
+) -> tuple[Scores, Float[Tensor, " prompts"]]:
+    """The scores of a process's leaves, and the diversity among each prompt's; none in places that only fill up."""
+    real = local.num_real
+    empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)
+    apart = torch.full((len(leaves),), torch.nan)
+    if not real:
+        return Scores({}, empty.double()), apart
+    prompts = local.prompts.take(range(real))
+    found, _, small, _ = decode_and_score(model, rewards, leaves[:real], prompts, batch_size, stage=stage)
+    apart[:real] = diversity(small)
+    parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
+    return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.lost), apart
 
 
 def _joined(answers: list[dict[str, Tensor]]) -> dict[str, Float[Tensor, " n"]]:

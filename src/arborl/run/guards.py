@@ -48,6 +48,12 @@ class Guards:
             if lost:
                 self.logger.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
 
+    def check_decoder(self, rollout: Rollout, local: LocalPrompts) -> None:
+        """Once, at a run's first epoch: does the decoder draw what it draws in full precision?"""
+        if not self.rollout_checked and local.num_real:
+            for text in self.model.check_decoder(rollout.leaves[0, :2].to(self.model.device)):
+                self.logger.warn_once(text)
+
     def check_rollout(self, rollout: Rollout, scores: Scores, local: LocalPrompts) -> None:
         """Once, at a run's first epoch: is the log-density that of the noise drawn, and do leaves differ in score?"""
         if self.rollout_checked:
@@ -102,3 +108,11 @@ class Guards:
                 "rollout drew from another policy than the update evaluates. Look for dropout, a changed dtype or a "
                 "reward that touches the model; sample.pad_batches=true with equal batch sizes rules out rounding"
             )
+
+    def stop_if_nonfinite(self, stats: Stats, in_a_row: int) -> None:
+        """Gradients that are not finite again and again will not mend themselves."""
+        most = self.config.train.max_nonfinite_steps
+        if stats.nonfinite and in_a_row >= most:
+            problem = f"the last {in_a_row} optimizer steps had gradients that are not finite"
+            cure = "a lower train.learning_rate or another precision"
+            raise self.coordinator.raised_by_all(InputError("train.max_nonfinite_steps", most, problem, cure))

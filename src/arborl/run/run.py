@@ -16,27 +16,28 @@ from ..core.errors import InputError
 from ..core.tree import Plan
 from ..data.prompts import LocalPrompts, Prompts, local_prompts, split_prompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather, unequal_weights
+from ..distributed.gather import gather
 from ..engine.autotune import memory_in_use
 from ..engine.batches import settled
 from ..engine.cost import BACKWARD_COST
 from ..engine.evaluate import Evaluation
 from ..engine.method import advantage_of, knobs_of, window_of
 from ..engine.rollout import Rollout
-from ..engine.score import decode_and_score, diversity
+from ..engine.score import score_leaves
 from ..engine.state import State
 from ..engine.update import Stats
 from ..models import Model
 from ..rewards import Rewards, Scores
-from .checkpoint import checkpoints, save_best, save_checkpoint
+from .checkpoint import checkpoints
 from .drawings import draw_tree
 from .evaluations import Evaluations
 from .guards import Guards
 from .logger import Logger
 from .metrics import score_metrics, std, update_metrics
 from .paths import CHECKPOINTS, TREES, epoch_name, epoch_of
+from .saver import Saver
 from .summary import sum_up
-from .trees import TreeFile, previews
+from .trees import first_tree
 
 
 @dataclass
@@ -51,15 +52,14 @@ class Run:
     logger: Logger
     coordinator: Coordinator
     flops: int = 0  # floating-point operations of a forward
-    keeps: bool = True  # write checkpoints; not where only what is learnt counts
     finished: bool = False
-    unsaved: bool = False  # a checkpoint could not be written
     diversity: Tensor = field(default_factory=lambda: torch.zeros(0))  # among each prompt's leaves, this epoch
 
     def __post_init__(self) -> None:
         parts = self.config, self.accelerator, self.model, self.rewards
         self.guards = Guards(*parts, self.logger, self.coordinator)
         self.evaluations = Evaluations(*parts, self.eval_prompts, self.state, self.logger, self.coordinator)
+        self.saver = Saver(self.config, self.accelerator, self.state, self.logger, self.coordinator)
 
     @property
     def epochs(self) -> int | None:
@@ -85,23 +85,13 @@ class Run:
         )
 
     def score(self, rollout: Rollout, local: LocalPrompts) -> Scores:
-        """The scores of a process's leaves; none for those of places that only fill up."""
-        real, size = local.num_real, settled(self.config.sample.decode_batch_size)
-        leaves = rollout.leaves
-        empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)
-        self.diversity = torch.full((len(leaves),), torch.nan)
-        if not real:
-            return Scores({}, empty.double())
-        if not self.guards.rollout_checked:
-            for text in self.model.check_decoder(leaves[0, :2].to(self.model.device)):
-                self.logger.warn_once(text)
-        prompts = local.prompts.take(range(real))
-        found, _, thumbnails, _ = decode_and_score(
-            self.model, self.rewards.trained, leaves[:real], prompts, size, stage=self.logger.stage
+        """The scores of a process's leaves, and how far they are from one another."""
+        self.guards.check_decoder(rollout, local)
+        size = settled(self.config.sample.decode_batch_size)
+        scores, self.diversity = score_leaves(
+            self.model, self.rewards.trained, rollout.leaves, local, size, self.logger.stage
         )
-        self.diversity[:real] = diversity(thumbnails)
-        parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
-        return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.lost)
+        return scores
 
     def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:
         config, density = self.config, rollout.log_density.cpu()
@@ -129,20 +119,8 @@ class Run:
         """The first prompt's trees, as a file and as a drawing."""
         if rollout.x0 is None or stats.ratios is None:
             return
-        shown = rollout.plan.preview_nodes
-        tree = TreeFile(
-            epoch=epoch,
-            prompt=local.prompts.texts[0],
-            plan=rollout.plan,
-            log_density=rollout.log_density[0].cpu(),
-            advantage=advantage[0].cpu(),
-            kept=keep[0].cpu(),
-            ratio=stats.ratios.cpu(),
-            scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
-            shown=shown,
-            pictures=previews(self.model, rollout.x0[shown], settled(self.config.sample.decode_batch_size)),
-            latents=rollout.latents[0].cpu(),
-        )
+        size = settled(self.config.sample.decode_batch_size)
+        tree = first_tree(self.model, epoch, local.prompts.texts[0], rollout, scores, advantage, keep, stats, size)
         stem = self.logger.folder / TREES / epoch_name(epoch)
         with self.logger.writing():
             tree.save(stem)
@@ -181,53 +159,7 @@ class Run:
         return self._evaluate(epoch).metrics()
 
     def _evaluate(self, epoch: int) -> Evaluation:
-        return self.evaluations.at(epoch, self._save_best)
-
-    def _save_best(self) -> None:
-        if self.keeps:
-            with self._saving():
-                save_best(self.state, self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Where a checkpoint cannot be written all ranks leave, and nobody tries again."""
-        try:
-            with self.coordinator.independent():
-                self.logger.sync()
-                yield
-        except Exception:
-            self.unsaved = True
-            raise
-
-    def save(self) -> None:
-        """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
-        if self.keeps:
-            save_checkpoint(
-                self.state, self.logger.folder / CHECKPOINTS, self.config.log.keep, self.accelerator.is_main_process
-            )
-
-    def save_if_due(self) -> None:
-        if self.state.epoch % self.config.log.save_every == 0:
-            self._check_weights()
-            with self._saving():
-                self.save()
-
-    def _check_weights(self) -> None:
-        """Ranks that have drifted apart would save one of several models."""
-        if differ := unequal_weights(self.state.parameters, self.accelerator):
-            self.unsaved = True
-            problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
-            raise self.coordinator.raised_by_all(InputError("processes", self.accelerator.num_processes, problem))
-
-    def stop_if_nonfinite(self, stats: Stats) -> None:
-        """Gradients that are not finite again and again will not mend themselves."""
-        most = self.config.train.max_nonfinite_steps
-        if stats.nonfinite and self.state.nonfinite_steps >= most:
-            problem = f"the last {self.state.nonfinite_steps} optimizer steps had gradients that are not finite"
-            error = InputError(
-                "train.max_nonfinite_steps", most, problem, "a lower train.learning_rate or another precision"
-            )
-            raise self.coordinator.raised_by_all(error)
+        return self.evaluations.at(epoch, self.saver.save_best)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -239,32 +171,32 @@ class Run:
 
     def leave(self) -> None:
         """A run that was cut off keeps what is whole and says how to go on."""
-        together = self.coordinator
+        coordinator = self.coordinator
         if not self.finished:
             # One process alone cannot save weights that are split.
-            if not together.mid_update and not self.unsaved and (together.agreed or not self.state.sharded):
+            if not coordinator.mid_update and not self.saver.failed and (coordinator.agreed or not self.state.sharded):
                 try:
-                    self.save()
+                    self.saver.save()
                 except InputError as error:
                     self.logger.say(str(error))
             kept = checkpoints(self.logger.folder / CHECKPOINTS)
             after = f"{epoch_of(kept[-1].name)} epochs" if kept else "no epoch"
             self.logger.say(f"stopped; {after} saved. To go on: arborl train --resume {self.logger.folder}")
         self.logger.close()
-        if self.finished or together.agreed:
+        if self.finished or coordinator.agreed:
             self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing
 
     def finish(self, write_report: Callable[[Path], Path]) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
-        epochs, run, stopped = self.state.epoch, self.logger, self.evaluations.hacked
-        with self._saving():
-            self.save()
-        with run.stage("evaluate"):
+        epochs, logger, stopped = self.state.epoch, self.logger, self.evaluations.hacked
+        with self.saver.together():
+            self.saver.save()
+        with logger.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()
-        with self.coordinator.independent(), run.writing():
-            run.log(epochs, metrics)
+        with self.coordinator.independent(), logger.writing():
+            logger.log(epochs, metrics)
             if stopped:
-                run.say("stopped for what looks like reward hacking (eval.watch=stop)")
+                logger.say("stopped for what looks like reward hacking (eval.watch=stop)")
             if self.accelerator.is_main_process:
-                sum_up(run, self.state, self.evaluations, memory_in_use(self.accelerator.device), write_report)
+                sum_up(logger, self.state, self.evaluations, memory_in_use(self.accelerator.device), write_report)
         self.finished = True

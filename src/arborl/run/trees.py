@@ -14,8 +14,11 @@ from torch.nn import functional
 from ..core.errors import InputError
 from ..core.schedule import Schedule
 from ..core.tree import Plan
+from ..engine.rollout import Rollout
 from ..engine.score import as_bytes, stills
+from ..engine.update import Stats
 from ..models.base import Model
+from ..rewards import Scores
 from ..tools.files import atomic, write_atomically
 
 VERSION, READABLE = 3, (2, 3)  # version 2 has no ratios
@@ -100,6 +103,36 @@ class TreeFile:
         names = ("log_density", "advantage", "kept", "ratio", "shown", "pictures", "latents")
         own = {name: tensors[name] for name in names}
         return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
+
+
+def first_tree(
+    model: Model,
+    epoch: int,
+    prompt: str,
+    rollout: Rollout,
+    scores: Scores,
+    advantage: Float[Tensor, "prompts edges"],
+    keep: Bool[Tensor, "prompts edges"],
+    stats: Stats,
+    batch_size: int,
+) -> TreeFile:
+    """What is kept of a rollout's first prompt; its x̂0 and ratios must be there."""
+    assert rollout.x0 is not None
+    assert stats.ratios is not None
+    shown = rollout.plan.preview_nodes
+    return TreeFile(
+        epoch=epoch,
+        prompt=prompt,
+        plan=rollout.plan,
+        log_density=rollout.log_density[0].cpu(),
+        advantage=advantage[0].cpu(),
+        kept=keep[0].cpu(),
+        ratio=stats.ratios.cpu(),
+        scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
+        shown=shown,
+        pictures=previews(model, rollout.x0[shown], batch_size),
+        latents=rollout.latents[0].cpu(),
+    )
 
 
 PREVIEW = 192

@@ -1,0 +1,64 @@
+"""When a run saves its checkpoints, and how all ranks leave when it cannot."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from accelerate import Accelerator
+
+from ..config.schema import Config
+from ..core.errors import InputError
+from ..distributed.coordination import Coordinator
+from ..distributed.gather import unequal_weights
+from ..engine.state import State
+from .checkpoint import save_best, save_checkpoint
+from .logger import Logger
+from .paths import CHECKPOINTS
+
+
+@dataclass
+class Saver:
+    """The run's checkpoints: the newest ones, and the best."""
+
+    config: Config
+    accelerator: Accelerator
+    state: State
+    logger: Logger
+    coordinator: Coordinator
+    enabled: bool = True  # not where only what is learnt counts
+    failed: bool = False  # a checkpoint could not be written
+
+    def save_if_due(self) -> None:
+        if self.state.epoch % self.config.log.save_every == 0:
+            self._check_weights()
+            with self.together():
+                self.save()
+
+    def save(self) -> None:
+        """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
+        if self.enabled:
+            folder, main = self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process
+            save_checkpoint(self.state, folder, self.config.log.keep, main)
+
+    def save_best(self) -> None:
+        if self.enabled:
+            with self.together():
+                save_best(self.state, self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, where a checkpoint cannot be written all ranks leave, and nobody tries again."""
+        try:
+            with self.coordinator.independent():
+                self.logger.sync()
+                yield
+        except Exception:
+            self.failed = True
+            raise
+
+    def _check_weights(self) -> None:
+        """Ranks that have drifted apart would save one of several models."""
+        if differ := unequal_weights(self.state.parameters, self.accelerator):
+            self.failed = True
+            problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
+            raise self.coordinator.raised_by_all(InputError("processes", self.accelerator.num_processes, problem))
