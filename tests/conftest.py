@@ -1,5 +1,6 @@
 import atexit
 import gc
+import math
 import os
 import shutil
 import tempfile
@@ -59,7 +60,10 @@ import torch  # noqa: E402
 
 from arborl.config import load_config  # noqa: E402
 from arborl.config.schema import Config  # noqa: E402
+from arborl.core.schedule import shifted  # noqa: E402
+from arborl.core.tree import grow  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
+from arborl.run.trees import TreeFile  # noqa: E402
 from arborl.worlds.scenes import FOLDER  # noqa: E402
 from arborl.worlds.scenes.grammar import split  # noqa: E402
 from bench.pipelines import build  # noqa: E402
@@ -154,6 +158,36 @@ def make(overrides: list[str], name: str = "mixture") -> tuple[Config, Model]:
     """A configuration and its model, ready to roll out."""
     config = load_config(name, overrides)
     return config, load_model(config, CPU)
+
+
+def moved(model: Model) -> Model:
+    """Adapters that do something: fresh ones are a no-op."""
+    draw = torch.Generator().manual_seed(3)
+    for name, parameter in model.module.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.05
+    return model
+
+
+def recorded_tree(leaves_without_score: bool = False) -> TreeFile:
+    """Two trees of a plan, with numbers drawn by chance."""
+    plan = grow(shifted(4, 3.0), "flow_sde", 2, [2, 3, 1, 1], [0.5, 0.5, 0.0, 0.0])
+    scores = torch.rand(len(plan.leaves))
+    if leaves_without_score:
+        scores[0] = math.nan
+    return TreeFile(
+        epoch=3,
+        prompt="a <b>dot</b> & „quotes“ at the top left",
+        plan=plan,
+        log_density=torch.randn(plan.edges),
+        advantage=torch.randn(plan.edges).double(),
+        kept=plan.stochastic,
+        ratio=torch.where(plan.stochastic, 1.0, torch.nan),
+        shown=plan.preview_nodes,
+        scores={"place": scores, "total": scores.double()},
+        pictures=torch.randint(0, 255, (len(plan.preview_nodes), 3, 8, 8), dtype=torch.uint8),
+        latents=torch.randn(plan.nodes, 4, 2, 2),
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -57,6 +57,8 @@ def imports(path: Path, nested: bool = True) -> set[str]:
     here = path.relative_to(SOURCE).parts[:-1]
     found: set[str] = set()
     for node in ast.walk(tree) if nested else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("arborl.") for alias in node.names if alias.name.startswith("arborl.")}
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:

@@ -12,7 +12,8 @@ import pytest
 from arborl import read_metrics
 from arborl.cli import main
 
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT
+
 PAGE = ROOT / "docs" / "extending.md"
 SMALL = ["train.epochs=1", "sample.num_prompts=2", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]"]
 MODULES = ("my_rewards", "my_model", "my_advantage")

@@ -55,14 +55,14 @@ def examine(config: Config, run: Path | None = None, canary_seconds: float = 120
     check_plan(config)
     accelerator = start_accelerator(config)
     try:
-        patient = Subject(config, accelerator, run)
+        subject = Subject(config, accelerator, run)
     except InputError as error:
         yield Finding("set-up", str(error), False, "nothing can be measured before that is mended")
         return
-    texts = patient.parts.prompts.texts[:8]
-    for finding in patient.findings():
+    texts = subject.parts.prompts.texts[:8]
+    for finding in subject.findings():
         yield _agreed(finding, accelerator)
-    patient.release()
+    subject.release()
     if canary_seconds:
         yield _agreed(canary(config, texts, accelerator.num_processes, canary_seconds), accelerator)
 

@@ -69,3 +69,9 @@ class TestConfiguration:
         (tmp_path / "wrong.yaml").write_text("defaults:\n  - tree\n  - _self_\ntree:\n  ww: 2\n")
         with pytest.raises(InputError, match=r"ww"):
             load_config(str(tmp_path / "wrong.yaml"))
+
+
+def test_yaml_takes_on_for_true(tmp_path):
+    for written, meant in (("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")):
+        (tmp_path / "own.yaml").write_text(f"defaults: [tree, _self_]\ncompile: {written}\n")
+        assert load_config(str(tmp_path / "own.yaml"), []).compile == meant

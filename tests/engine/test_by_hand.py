@@ -178,6 +178,8 @@ class ByHand:
         for epoch in run.epochs:
             plan, prompts = epoch.rollout.plan, len(epoch.texts)
             part_of = _partition(plan, prompts, 2, epoch.key)
+            covered = sorted([p, e] for one in epoch.batches for p, e in zip(one.prompt, one.edge, strict=True))
+            assert covered == epoch.keep.nonzero().tolist(), "every kept edge is trained once"
             for part in range(2):
                 chosen = epoch.keep & (part_of[:, plan.parent] == part)
                 self.step(self.gradients(epoch, chosen.nonzero().tolist()))

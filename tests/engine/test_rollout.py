@@ -6,15 +6,16 @@ import sys
 import pytest
 import torch
 
+from arborl.config import load_config
 from arborl.core.kernels import KERNELS, Coefficients, transition
 from arborl.core.noise import Key, fold, normal
 from arborl.core.tree import Plan
 from arborl.engine.method import make_plan
-from arborl.engine.rollout import Rollout, sample_trees
-from arborl.models import Model
+from arborl.engine.rollout import Rollout, sample_trees, trained_batch
+from arborl.models import Model, load_model, lora
 from arborl.models.base import Cond
 
-from conftest import make
+from conftest import make, moved, tiny_overrides
 
 MIXTURE = ["sample.num_prompts=3", "sample.num_steps=6", "tree.w=2", "tree.k=3", "sample.num_trees=2"]
 
@@ -147,3 +148,44 @@ def test_the_same_draws_in_another_process():
         for _ in range(2)
     }
     assert outputs == {f"{normal(fold(5, 7), torch.tensor([[1, 2, 3]]), (4,)).tolist()}\n"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["off", "on"])
+def test_on_a_gpu_nothing_waits_in_a_rollout(tiny_folder, how):
+    config = load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), "train.batch_size=4"])
+    model = load_model(config, torch.device("cuda"))
+    if how == "on":
+        model.compile()
+    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
+    given = model, plan, model.encode(["a red house", "a dog"]), fold(0, 0), torch.arange(2), config.sample
+    twin = trained_batch(model, config)
+    with torch.autocast("cuda", torch.bfloat16):
+        sample_trees(*given, trained_batch=twin)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sample_trees(*given, trained_batch=twin)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
+    config, model = make([*tiny_overrides("sd3", tiny_folder("sd3")), "tree.s=0", "train.batch_size=3"])
+    moved(model)
+    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
+    cond, ids = model.encode(["a red house", "a dog"]), torch.arange(2)
+    plain = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample)
+    seen, predict = [], model.predict
+
+    def spy(x, t, cond):
+        merged = any(layer.disable_adapters for layer in lora._layers(model.module))
+        seen.append((len(x), torch.is_grad_enabled(), merged))
+        return predict(x, t, cond)
+
+    model.predict, model.compiled = spy, True
+    record = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
+    # Two stochastic levels of 2 and 4 rows in the update's micro-batches of 3, no row alone; then three of 8 at once.
+    assert seen == [(rows, True, False) for rows in (2, 3, 2)] + [(8, False, True)] * 3
+    torch.testing.assert_close(record.latents, plain.latents, rtol=1e-4, atol=1e-4)
+    assert not record.latents.requires_grad
+    assert not record.log_density.requires_grad

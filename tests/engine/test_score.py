@@ -3,10 +3,13 @@
 import itertools
 import threading
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arborl.data.prompts import Prompts
-from arborl.engine.score import decode_and_score
+from arborl.engine.score import decode_and_score, diversity, statistics, thumbnails
 from arborl.rewards import Rewards
 
 from conftest import make
@@ -36,3 +39,47 @@ def test_pictures_are_decoded_while_servers_score_others():
     leaves = torch.randn(3, 2, *model.latent_shape)
     scored = decode_and_score(model, rewards, leaves, Prompts(["a", "b", "c"], {}), 2)
     assert scored.scores.total.tolist() == [[0, 1]] * 3
+
+
+images = st.builds(
+    lambda seed, n, h, w: torch.rand(n, 3, h, w, generator=torch.Generator().manual_seed(seed)),
+    st.integers(0, 99),
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+
+
+def flat(*colour: float, side: int = 16) -> torch.Tensor:
+    return torch.tensor(colour, dtype=torch.float32).view(1, 3, 1, 1).expand(1, 3, side, side)
+
+
+class TestStatistics:
+    @given(images)
+    def test_are_of_each_picture_alone_and_bounded(self, some):
+        found = statistics(some)
+        for name, values in found.items():
+            alone = torch.cat([statistics(picture[None])[name] for picture in some])
+            assert torch.allclose(values, alone, atol=1e-6), name
+            assert ((values >= 0) & (values <= (9 if name == "entropy" else 1))).all()
+
+    def test_of_pictures_one_knows(self):
+        def of(picture: torch.Tensor) -> dict[str, float]:
+            return {name: round(float(values[0]), 4) for name, values in statistics(picture).items()}
+
+        assert of(flat(0, 0, 0)) == {"dark": 1, "saturated": 0, "entropy": 0, "edges": 0}
+        assert of(flat(1, 0, 0)) == {"dark": 0, "saturated": 1, "entropy": 0, "edges": 0}
+        assert of(flat(0.5, 0.5, 0.5)) == {"dark": 0, "saturated": 0, "entropy": 0, "edges": 0}
+        halves = torch.cat([flat(0, 0, 0), flat(1, 1, 1)], 3)
+        assert of(halves) == {"dark": 0.5, "saturated": 0, "entropy": 1, "edges": round(1 / 32, 4)}
+        assert of(torch.rand(1, 3, 64, 64))["edges"] > 0.8
+
+    def test_diversity(self):
+        same = thumbnails(torch.rand(1, 3, 40, 30)).expand(4, -1, -1, -1)
+        assert diversity(same[None]).item() == pytest.approx(0, abs=1e-3)
+        both = torch.cat([thumbnails(flat(0, 0, 0)), thumbnails(flat(1, 1, 1))])
+        assert diversity(both[None]).item() == pytest.approx(1, abs=1e-3), "black and white are a whole step apart"
+        assert diversity(both[None, :1]).item() == 0, "one leaf has none"
+        order = torch.randperm(6)
+        some = torch.rand(2, 6, 3, 16, 16)
+        assert torch.allclose(diversity(some), diversity(some[:, order]), atol=1e-5)

@@ -11,12 +11,10 @@ from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
 from arborl.engine.checks import watching_for_overflow
-from arborl.engine.method import make_plan
-from arborl.engine.rollout import sample_trees, trained_batch
-from arborl.models import compile, load_model, lora
+from arborl.models import compile, lora
 from arborl.trainer import train
 
-from conftest import make, tiny_overrides
+from conftest import make, moved, tiny_overrides
 
 TEXTS = ["a red house", "a dog"]
 
@@ -25,15 +23,6 @@ def rows_of(model, count: int):
     x = model.noise(fold(0, 0), torch.tensor([[i, 0, 0] for i in range(count)]))
     t = torch.linspace(100.0, 900.0, count)
     return x, t, model.encode([TEXTS[i % 2] for i in range(count)])
-
-
-def moved(model):
-    """Adapters that do something: fresh ones are a no-op."""
-    draw = torch.Generator().manual_seed(3)
-    for name, parameter in model.module.named_parameters():
-        if ".lora_B." in name:
-            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.05
-    return model
 
 
 def gradients_of(model, given) -> torch.Tensor:
@@ -121,12 +110,6 @@ def test_merged_adapters_are_the_policy_and_leave_nothing_behind(tiny_folder):
     assert {n for n, p in model.module.named_parameters() if p.requires_grad} == {n for n in before if ".lora_" in n}
 
 
-def test_yaml_takes_on_for_true(tmp_path):
-    for written, meant in (("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")):
-        (tmp_path / "own.yaml").write_text(f"defaults: [tree, _self_]\ncompile: {written}\n")
-        assert load_config(str(tmp_path / "own.yaml"), []).compile == meant
-
-
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
     def broken(graph, inputs):
         raise OSError("no compiler here")
@@ -188,22 +171,3 @@ def test_on_a_gpu_the_compiled_ratio_is_one(tiny_folder, tmp_path, monkeypatch):
     run = train(load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), *own]))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["ratio_error"] for row in rows[:2]) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", ["off", "on"])
-def test_on_a_gpu_nothing_waits_in_a_rollout(tiny_folder, how):
-    config = load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), "train.batch_size=4"])
-    model = load_model(config, torch.device("cuda"))
-    if how == "on":
-        model.compile()
-    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
-    given = model, plan, model.encode(TEXTS), fold(0, 0), torch.arange(2), config.sample
-    twin = trained_batch(model, config)
-    with torch.autocast("cuda", torch.bfloat16):
-        sample_trees(*given, trained_batch=twin)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            sample_trees(*given, trained_batch=twin)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -129,10 +129,8 @@ def machine() -> dict[str, str]:
     """What decides the bits besides the code."""
     import torch
 
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    known = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    model = next((line.split(":")[1].strip() for line in known if "model name" in line), platform.processor())
     return {"processor": model, "instructions": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
 
 
@@ -172,7 +170,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         found = dict(zip(todo, pool.map(lambda case: numbers(case, Path(folder)), todo), strict=True))
     if chosen.write:
-        kept = {case.name: found[case] for case in todo if not case.resumed}
+        before = json.loads((HERE / "runs.json").read_text(encoding="utf-8"))["runs"] if chosen.names else {}
+        kept = before | {case.name: found[case] for case in todo if not case.resumed}
         lines = ",\n".join(f'"{name}": {json.dumps(value)}' for name, value in kept.items())
         text = f'{{"machine": {json.dumps(machine())},\n"runs": {{\n{lines}\n}}}}\n'
         (HERE / "runs.json").write_text(text, encoding="utf-8")

@@ -7,9 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
 
 from arborl.cli import main
+from arborl.config import read_config
+from arborl.engine.state import Ema, State
+from arborl.run.checkpoint import load_checkpoint
 
 from conftest import ROOT
 
@@ -124,4 +130,25 @@ def test_it_goes_on(run: Path, call):
     assert rows[:2] == [json.loads(line) for line in before[:2]]
     assert math.isfinite(rows[-1]["eval/scene"])
     assert json.loads((run / "summary.json").read_text())["epochs"] == 3
-    assert "max_nonfinite_steps: 10" in (run / "config.yaml").read_text()
+
+
+def test_its_settings_are_read_by_the_names_they_have_now(run: Path):
+    path = run / "config.yaml"
+    path.write_text(
+        path.read_text().replace("max_broken: 10", "max_broken: 7").replace("width_mode: 0", "width_mode: 2")
+    )
+    config = read_config(path)
+    assert (config.train.max_nonfinite_steps, config.prune.width_mode) == (7, "best_and_worst")
+    path.write_text(path.read_text().replace("max_broken: 7", "max_broken: 7\n  max_nonfinite_steps: 5"))
+    assert read_config(path).train.max_nonfinite_steps == 5
+
+
+def test_its_counters_are_read(run: Path):
+    """Its count of steps that were not finite has another name in the file."""
+    checkpoint = run / "checkpoints" / "epoch_000002"
+    head = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(head | {"broken": 3}))
+    parameters = {name: nn.Parameter(values) for name, values in load_file(checkpoint / "weights.safetensors").items()}
+    state = State(parameters, torch.optim.AdamW(parameters.values()), Ema(parameters, 0.5))
+    load_checkpoint(state, checkpoint)
+    assert (state.nonfinite_steps, state.epoch, state.forwards) == (3, 2, head["forwards"])

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.cli import main
-from arborl.engine.score import diversity, statistics, thumbnails
 from arborl.run.checkpoint import checkpoints
 from arborl.run.reward_hacking import best, hacking
 
@@ -25,37 +23,6 @@ images = st.builds(
 
 def flat(*colour: float, side: int = 16) -> torch.Tensor:
     return torch.tensor(colour, dtype=torch.float32).view(1, 3, 1, 1).expand(1, 3, side, side)
-
-
-class TestStatistics:
-    @given(images)
-    def test_are_of_each_picture_alone_and_bounded(self, some):
-        found = statistics(some)
-        for name, values in found.items():
-            alone = torch.cat([statistics(picture[None])[name] for picture in some])
-            assert torch.allclose(values, alone, atol=1e-6), name
-            assert ((values >= 0) & (values <= (9 if name == "entropy" else 1))).all()
-
-    def test_of_pictures_one_knows(self):
-        def of(picture: torch.Tensor) -> dict[str, float]:
-            return {name: round(float(values[0]), 4) for name, values in statistics(picture).items()}
-
-        assert of(flat(0, 0, 0)) == {"dark": 1, "saturated": 0, "entropy": 0, "edges": 0}
-        assert of(flat(1, 0, 0)) == {"dark": 0, "saturated": 1, "entropy": 0, "edges": 0}
-        assert of(flat(0.5, 0.5, 0.5)) == {"dark": 0, "saturated": 0, "entropy": 0, "edges": 0}
-        halves = torch.cat([flat(0, 0, 0), flat(1, 1, 1)], 3)
-        assert of(halves) == {"dark": 0.5, "saturated": 0, "entropy": 1, "edges": round(1 / 32, 4)}
-        assert of(torch.rand(1, 3, 64, 64))["edges"] > 0.8
-
-    def test_diversity(self):
-        same = thumbnails(torch.rand(1, 3, 40, 30)).expand(4, -1, -1, -1)
-        assert diversity(same[None]).item() == pytest.approx(0, abs=1e-3)
-        both = torch.cat([thumbnails(flat(0, 0, 0)), thumbnails(flat(1, 1, 1))])
-        assert diversity(both[None]).item() == pytest.approx(1, abs=1e-3), "black and white are a whole step apart"
-        assert diversity(both[None, :1]).item() == 0, "one leaf has none"
-        order = torch.randperm(6)
-        some = torch.rand(2, 6, 3, 16, 16)
-        assert torch.allclose(diversity(some), diversity(some[:, order]), atol=1e-5)
 
 
 def row(epoch: int, **values: float) -> dict:

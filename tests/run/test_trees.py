@@ -1,6 +1,5 @@
 """A recorded tree as a file."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,35 +7,15 @@ import torch
 from PIL import Image
 
 from arborl.core.errors import InputError
-from arborl.core.schedule import shifted
-from arborl.core.tree import grow
 from arborl.run.drawings import draw_tree
 from arborl.run.trees import TreeFile
 
-
-def recorded(leaves_without_score: bool = False) -> TreeFile:
-    plan = grow(shifted(4, 3.0), "flow_sde", 2, [2, 3, 1, 1], [0.5, 0.5, 0.0, 0.0])
-    scores = torch.rand(len(plan.leaves))
-    if leaves_without_score:
-        scores[0] = math.nan
-    return TreeFile(
-        epoch=3,
-        prompt="a <b>dot</b> & „quotes“ at the top left",
-        plan=plan,
-        log_density=torch.randn(plan.edges),
-        advantage=torch.randn(plan.edges).double(),
-        kept=plan.stochastic,
-        ratio=torch.where(plan.stochastic, 1.0, torch.nan),
-        shown=plan.preview_nodes,
-        scores={"place": scores, "total": scores.double()},
-        pictures=torch.randint(0, 255, (len(plan.preview_nodes), 3, 8, 8), dtype=torch.uint8),
-        latents=torch.randn(plan.nodes, 4, 2, 2),
-    )
+from conftest import recorded_tree
 
 
 class TestTreeFiles:
     def test_the_file_form_gives_back_what_it_was_given(self, tmp_path: Path):
-        tree = recorded(leaves_without_score=True)
+        tree = recorded_tree(leaves_without_score=True)
         tree.save(tmp_path / "trees" / "epoch_000003")
         back = TreeFile.load(tmp_path / "trees" / "epoch_000003.json")
         assert (back.epoch, back.prompt, back.plan.kernel, back.plan.roots) == (3, tree.prompt, "flow_sde", 2)
@@ -50,7 +29,7 @@ class TestTreeFiles:
 
     def test_a_damaged_or_newer_file_is_one_line(self, tmp_path: Path):
         stem = tmp_path / "t"
-        recorded().save(stem)
+        recorded_tree().save(stem)
         json_text = stem.with_suffix(".json").read_text()
         stem.with_suffix(".json").write_text(json_text.replace('"version": 3', '"version": 4'))
         with pytest.raises(InputError, match=r"version 4.*version 3"):
@@ -62,7 +41,7 @@ class TestTreeFiles:
 
     @pytest.mark.parametrize("holes", [False, True])
     def test_it_is_drawn(self, tmp_path: Path, holes: bool):
-        draw_tree(recorded(holes), tmp_path / "t.png")
+        draw_tree(recorded_tree(holes), tmp_path / "t.png")
         picture = Image.open(tmp_path / "t.png")
         assert picture.width > 400
         assert picture.height > 400

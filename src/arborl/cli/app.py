@@ -28,8 +28,6 @@ def app(context: click.Context) -> None:
 
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completion.settings)
-
-
 config_option = click.option(
     "--config-name",
     "-c",
@@ -37,14 +35,10 @@ config_option = click.option(
     help=f"Preset ({', '.join(presets())}) or a yaml file of your own.  [default: tree]",
     shell_complete=completion.preset_names,
 )
-
-
 run_option = click.option(
     "--run",
     type=click.Path(path_type=Path),
     shell_complete=completion.run_folders,
     help="Use this run's settings and newest weights; or name a checkpoint in it.",
 )
-
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")

@@ -242,10 +242,11 @@ def pareto(rows: Sequence[Row]) -> list[tuple[float, float, str]]:
 def write(comparison: Comparison, out: Path) -> list[Path]:
     """compare.md, compare.json, compare.png and report.html, each complete or not there."""
     from ..report import write_report
+    from ..report.page import COMPARISON
     from .plot import plot
 
     written: list[Path] = []
-    for name, text in (("compare.md", comparison.as_markdown()), ("compare.json", comparison.as_json())):
+    for name, text in (("compare.md", comparison.as_markdown()), (COMPARISON, comparison.as_json())):
         write_atomically(out / name, text)
         written.append(out / name)
     written.append(plot(comparison, out / "compare.png"))

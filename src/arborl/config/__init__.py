@@ -90,12 +90,14 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _as_named_now(settings: Any) -> Any:
-    """The settings of a run, which may be older than the names they have now."""
+    """The settings of a run, which may be older than the names they have now; where both are given, the new counts."""
     for old, new in RENAMED.items():
-        if (value := OmegaConf.select(settings, old)) is not None:
-            section, name = old.rsplit(".", 1)
-            del OmegaConf.select(settings, section)[name]
-            OmegaConf.update(settings, new, value)
+        section, name = old.rsplit(".", 1)
+        found = OmegaConf.select(settings, section)
+        if OmegaConf.is_dict(found) and name in found:
+            value = found.pop(name)
+            if OmegaConf.select(settings, new) is None:
+                OmegaConf.update(settings, new, value)
     return settings
 
 
@@ -295,9 +297,8 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
 
 def _as_object(composed: DictConfig) -> Config:
     config = cast(Config, OmegaConf.to_object(composed))
-    config.compile = {"True": "on", "False": "off"}.get(
-        config.compile, config.compile
-    )  # what yaml takes on and off for
+    # What yaml takes on and off for.
+    config.compile = {"True": "on", "False": "off"}.get(config.compile, config.compile)
     modes = {"0": "off", "False": "off", "1": "best", "2": "best_and_worst"}  # yaml takes a bare off for False
     config.prune.width_mode = modes.get(config.prune.width_mode, config.prune.width_mode)
     check_bounds(config)

@@ -16,8 +16,6 @@ from ..tools.cache import cache_home
 from ..tools.files import atomic
 
 FORMAT = 1
-
-
 Encode = Callable[[Sequence[str]], dict[str, Tensor]]
 """Texts to named tensors whose first axis is the text."""
 

@@ -22,8 +22,6 @@ def _shipped(name: str) -> tuple[str, ...]:
 
 
 PICTURES, HELDOUT_PICTURES = _shipped("pictures"), _shipped("pictures_heldout")
-
-
 VIDEOS, HELDOUT_VIDEOS = _shipped("videos"), _shipped("videos_heldout")
 """What models that bring no prompts of their own are trained and evaluated on, where no file is named."""
 

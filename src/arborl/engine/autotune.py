@@ -30,14 +30,11 @@ from .state import State
 MEMORY_SHARE = 0.9
 """Share of the free memory that a trial may be expected to take."""
 
-
 COMPILE_MIN_FLOPS, COMPILE_MIN_SECONDS = 5e16, 600.0
 """Operations of a run, and seconds it may take, from which on compiling is worth its minute or two."""
 
-
 EVERY_SIZE_UP_TO, SIZE_STRIDE = 16, 8
 """Rows up to which every size of a call is tried for its rounding, and of the larger ones every so many."""
-
 
 MAX_TIME_SHARE = 0.97
 """A larger size must take at most this share of the time a row takes in a smaller one."""

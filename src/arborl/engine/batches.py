@@ -20,9 +20,9 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def settled(size: int | str) -> int:
-    """A batch size once it is known: `auto` has been replaced by what was found (`fit.py`)."""
+    """A batch size once it is known: `auto` has been replaced by what was found (`engine/autotune.py`)."""
     if not isinstance(size, int):
-        raise RuntimeError(f"a batch size is still {size!r}; fit.settle() finds one")
+        raise RuntimeError(f"a batch size is still {size!r}; find_batch_sizes() finds one")
     return size
 
 

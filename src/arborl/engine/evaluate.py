@@ -53,20 +53,20 @@ def evaluate(
     rewards: Rewards,
     prompts: Prompts,
     config: Config,
-    together: Coordinator | None = None,
+    coordinator: Coordinator | None = None,
     keep_pictures: int = 16,
 ) -> Evaluation:
     """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks."""
-    accelerator = together.accelerator if together else None
+    accelerator = coordinator.accelerator if coordinator else None
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     total = config.eval.num_prompts
     share = math.ceil(total / ranks)
     ids = torch.arange(rank * share, rank * share + share)
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
-    with together.independent_sampling() if together else nullcontext():
+    with coordinator.independent_sampling() if coordinator else nullcontext():
         leaves = generate(model, chosen, ids, config)
     size = settled(config.sample.decode_batch_size)
-    with together.independent() if together else nullcontext():
+    with coordinator.independent() if coordinator else nullcontext():
         scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
     every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}

@@ -30,7 +30,6 @@ MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
 it can fill the memory.
 """
 
-
 SETTINGS = {
     "kernel": "kernel.name",
     "eta": "kernel.eta",
@@ -68,10 +67,8 @@ def eta_of(config: Config) -> float:
 def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
     """The model's table of denoising steps."""
     try:
-        with (
-            naming_settings(),
-            warnings.catch_warnings(action="ignore"),
-        ):  # of divisions that the check of the levels will find
+        # Of divisions that the check of the levels will find.
+        with naming_settings(), warnings.catch_warnings(action="ignore"):
             return model_class(config).schedule_for(config, steps)
     except InputError:
         raise

@@ -30,11 +30,7 @@ def stills(pictures: Shaped[Tensor, "n *picture"]) -> Shaped[Tensor, "n 3 height
 
 DARK, VIVID, EDGE = 0.05, 0.9, 0.1
 """Luma below which a pixel is dark, spread of its channels above which it is saturated, step that makes an edge."""
-
-
 BINS = 8
-
-
 THUMBNAIL = 16
 
 

@@ -74,7 +74,9 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
 
 def _short(value: float | None) -> float | None:
     """Eight significant digits; JSON has no NaN."""
-    return None if value is None or math.isnan(value) else value if isinstance(value, int) else float(f"{value:.8g}")
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.8g}")
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

@@ -20,15 +20,17 @@ from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js")
-COMPARISON = ("compare.json", "arborl.compare.page:comparison_data")
-"""The file that tells a comparison's folder, and what reads it: by name, as it stands further along the data path."""
+COMPARISON = "compare.json"
+"""The file that tells a comparison's folder."""
+COMPARISON_DATA = "arborl.compare.page:comparison_data"
+"""What reads it: by name, as it stands further along the data path."""
 OWN = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
 
 
 def read(folder: Path) -> dict[str, Any]:
     """What the page of a run's folder, or of a comparison's, shows."""
-    if (folder / COMPARISON[0]).is_file():
-        return find("report", COMPARISON[1], ())(folder)
+    if (folder / COMPARISON).is_file():
+        return find("report", COMPARISON_DATA, ())(folder)
     return run_data(folder)
 
 

@@ -13,7 +13,7 @@ from ..core.errors import InputError
 from ..tools.quiet import quiet_libraries
 from .catalog import IMAGEREWARD
 from .clip import TOY, affine
-from .files import Weights, check_names, converted, read_tensors, tensors_of, together
+from .files import Weights, check_names, collect_missing, converted, read_tensors, tensors_of
 from .neural import NetworkReward
 from .preprocessing import centre_crop, normalised
 from .tokenizers import tokenizer_folder
@@ -31,7 +31,7 @@ BERT = Weights(hub="google-bert/bert-base-uncased")
 class ImageReward(NetworkReward):
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, config, pipeline)
-        with together() as attempt:
+        with collect_missing() as attempt:
             self.path = attempt(lambda: IMAGEREWARD.find(self.key("path"), config.path))
             beside = str(self.path.parent) if self.path and (self.path.parent / "vocab.txt").is_file() else ""
             words = config.tokenizer or beside

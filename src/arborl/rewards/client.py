@@ -21,12 +21,8 @@ from .base import RewardFailed
 
 PROBE = 5.0
 """Seconds in which a server must say that it is there, where it was held to be down."""
-
-
 ITEM_BYTES, ANSWER_BYTES = 4 * 2**10, 64 * 2**10
 """How long an answer may be: so much for each picture, and so much besides."""
-
-
 LARGEST = torch.finfo(torch.float32).max
 
 

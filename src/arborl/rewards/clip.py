@@ -19,7 +19,7 @@ from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from ..tools.quiet import quiet_libraries
 from .catalog import AESTHETIC, CLIP_L14, HPS, PICKSCORE
-from .files import DAMAGED, check_names, converted, read_tensors, tensors_of, together
+from .files import DAMAGED, check_names, collect_missing, converted, read_tensors, tensors_of
 from .neural import NetworkReward
 from .preprocessing import centre_crop, letterbox, normalised
 from .tokenizers import END, START, ClipTokens
@@ -43,7 +43,7 @@ class ClipReward(NetworkReward):
 
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, config, pipeline)
-        with together() as attempt:
+        with collect_missing() as attempt:
             self.path = attempt(self.find)
             beside = self.path if self.path is not None and self.path.is_dir() else None
             if self.reads:
@@ -144,7 +144,7 @@ class Aesthetic(ClipReward):
     reads = False
 
     def find(self) -> Path:
-        with together() as attempt:
+        with collect_missing() as attempt:
             self.head_path = attempt(lambda: AESTHETIC.find(self.key("path"), self.config.path))
             return attempt(lambda: CLIP_L14.find(self.key("backbone"), self.config.backbone))
 

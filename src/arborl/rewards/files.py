@@ -22,8 +22,6 @@ from ..tools.quiet import quiet_libraries
 
 DAMAGED = (RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
 """What torch and transformers raise, among others, over a file whose bytes are not what they were."""
-
-
 FORMAT = 1
 """Of converted weights; to be raised when a conversion changes."""
 
@@ -84,7 +82,7 @@ class Weights:
 
 
 @contextmanager
-def together() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+def collect_missing() -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Inside, what is missing is collected by `attempt(find)`, which then gives None; at the end all of it is told."""
     problems: list[str] = []
 

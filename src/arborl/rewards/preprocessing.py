@@ -7,11 +7,7 @@ from torch.nn import functional
 from .base import RewardFailed
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-
-
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
-
 THINNEST = 32
 """Sides that differ by a larger factor are refused where the shorter decides the size: the longer would explode."""
 

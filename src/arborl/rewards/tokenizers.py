@@ -16,11 +16,7 @@ from ..tools.quiet import quiet_libraries
 from .files import Weights, from_hub
 
 VOCABULARY, START, END, LENGTH = 49_408, 49_406, 49_407, 77
-
-
 CLIP_TOKENIZER = Weights(hub="openai/clip-vit-large-patch14")
-
-
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from .catalog import VIDEOALIGN
-from .files import Weights, check_names, converted, from_hub, read_tensors, tensors_of, together
+from .files import Weights, check_names, collect_missing, converted, from_hub, read_tensors, tensors_of
 from .neural import NetworkReward
 from .preprocessing import normalised
 
@@ -100,7 +100,7 @@ class VideoAlign(NetworkReward):
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
         super().__init__(name, replace(config, batch_size=min(config.batch_size, AT_ONCE)), pipeline)
         path = self.key("path")
-        with together() as attempt:
+        with collect_missing() as attempt:
             self.file = attempt(lambda: _checkpoint(path, config.path))
             self.settings = attempt(lambda: _settings(path, config.path, self.file))
             self.question = attempt(lambda: _question(path, _template(path, config.path, self.file)))

@@ -26,11 +26,7 @@ from ..tools.files import sync, umask
 from .paths import BEST, CHECKPOINTS, epoch_name, epoch_of
 
 VERSION = 2
-
-
 SUMS = "SHA256SUMS"
-
-
 COUNTERS = {
     "epoch": "epoch",
     "prompts": "prompts",

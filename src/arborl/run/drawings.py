@@ -124,7 +124,6 @@ def _level_sigmas(plan: Plan) -> list[float]:
 MARGIN, CAPTION, CELL = 6, 56, 128
 """A sheet's measures in pixels: between pictures, below them, and a picture's side."""
 
-
 Box = tuple[int, int, int, int]
 """Where a picture lies: left, top, right, bottom."""
 

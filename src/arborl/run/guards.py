@@ -82,9 +82,8 @@ class Guards:
             self._check_first(metrics["ratio_error"], stats)
         self.steps += stats.steps
         self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
-        self.update_checked = (
-            self.steps > 1
-        )  # a last layer that starts at zero lets gradients through from the second step
+        # A last layer that starts at zero lets gradients through from the second step on.
+        self.update_checked = self.steps > 1
         missed = [name for name, found in self.reached.items() if not found]
         if self.update_checked and missed:
             some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")

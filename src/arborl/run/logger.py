@@ -157,7 +157,7 @@ class Logger:
             for path in [*self.folder.glob(f"{TREES}/*"), *self.folder.glob(f"{SAMPLES}/*")]:
                 # An evaluation is of the weights that its epoch starts from: this epoch's are these.
                 undone = epoch + (path.parent.name == SAMPLES)
-                if (of := epoch_of(path.name)) is not None and of >= undone:
+                if (of := epoch_of(path.name.lstrip("."))) is not None and of >= undone:
                     path.unlink()
             write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
             with atomic(self.folder / CONFIG) as aside:
@@ -179,16 +179,16 @@ def time_split(row: dict[str, Any]) -> str:
 class ProgressBar:
     """Epochs done, reward, seconds by stage and time left: a bar on a terminal, now and then a line elsewhere."""
 
-    def __init__(self, run: Logger, start: int, total: int | None) -> None:
-        self.run, self.last_line = run, 0.0
+    def __init__(self, logger: Logger, start: int, total: int | None) -> None:
+        self.logger, self.last_line = logger, 0.0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(
             *columns,
             TextColumn("eta"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
-            console=run.console,
-            disable=not (run.main and run.console.is_terminal),
+            console=logger.console,
+            disable=not (logger.main and logger.console.is_terminal),
         )
         self.task = self.progress.add_task("epoch", total=total, completed=start, text="")
 
@@ -214,5 +214,5 @@ class ProgressBar:
             task = self.progress.tasks[self.task]
             eta = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
             of = f"/{int(task.total)}" if task.total else ""
-            self.run.say(f"epoch {int(task.completed)}{of}: {text}{eta} {split}")
+            self.logger.say(f"epoch {int(task.completed)}{of}: {text}{eta} {split}")
             self.last_line = time.monotonic()

@@ -20,8 +20,6 @@ from .paths import CHECKPOINTS, CONFIG, SUMMARY
 from .setup import start_accelerator
 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
-
-
 FREE_ON_RESUME = ("model.path", "prompts.path", "prompts.cache", "prompts.batch_size")
 """Where things lie may change from one machine to the next, as long as they are the same things; of prompts that is
 checked.

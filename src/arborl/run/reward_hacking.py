@@ -7,7 +7,6 @@ from typing import Any
 SIGMAS = 2.0
 """Standard errors that a change must exceed to count."""
 
-
 LIMITS = {
     "dark": (0.0, 0.25),
     "saturated": (0.0, 0.25),

@@ -189,7 +189,7 @@ class Run:
     def finish(self, write_report: Callable[[Path], Path]) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
         epochs, logger, stopped = self.state.epoch, self.logger, self.evaluations.hacked
-        with self.saver.together():
+        with self.saver.saving():
             self.saver.save()
         with logger.stage("evaluate"):
             metrics = self._evaluate(epochs).metrics()

@@ -31,7 +31,7 @@ class Saver:
     def save_if_due(self) -> None:
         if self.state.epoch % self.config.log.save_every == 0:
             self._check_weights()
-            with self.together():
+            with self.saving():
                 self.save()
 
     def save(self) -> None:
@@ -42,11 +42,11 @@ class Saver:
 
     def save_best(self) -> None:
         if self.enabled:
-            with self.together():
+            with self.saving():
                 save_best(self.state, self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         """Inside, where a checkpoint cannot be written all ranks leave, and nobody tries again."""
         try:
             with self.coordinator.independent():

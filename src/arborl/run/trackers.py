@@ -27,15 +27,9 @@ from ..core.errors import InputError
 
 PROJECT = "arborl"
 """What trackers file runs under; for TensorBoard a folder in the run's."""
-
-
 EXTRAS = ("tensorboard", "wandb", "trackio")
-
-
 LONGEST = 4096
 """Pixels of a drawing's longer side, so that a browser can show it; the run's folder has it as it was drawn."""
-
-
 PART = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+)")
 """A folder of W&B's: when it was made, and the run's id."""
 

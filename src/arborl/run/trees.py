@@ -22,8 +22,6 @@ from ..rewards import Scores
 from ..tools.files import atomic, write_atomically
 
 VERSION, READABLE = 3, (2, 3)  # version 2 has no ratios
-
-
 LEVELS = ("sigma", "sigma_next", "timestep")
 
 

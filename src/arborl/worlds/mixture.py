@@ -21,25 +21,13 @@ PLACES = {
     "bottom left": (-1.5, -1.5),
     "bottom right": (1.5, -1.5),
 }
-
-
 WEIGHTS = (0.30, 0.20, 0.35, 0.15)
-
-
 SPREAD = 0.25
-
-
 CANVAS = 3.0
 """The picture shows the square [-3, 3]²."""
-
-
 PIXELS = 32
-
-
 DOT = 2.0
 """Radius of the drawn dot in pixels (one standard deviation)."""
-
-
 TINT = (1.0, 0.75, 0.3)
 """Its colour."""
 

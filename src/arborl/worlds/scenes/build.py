@@ -7,13 +7,8 @@ from .grammar import all_scenes, describe
 from .render import SIDE
 
 TEXT_WIDTH, TEXT_TOKENS = 64, 16
-
-
 LATENT_CHANNELS, LATENT_SIDE = 4, SIDE // 4
-
-
 SHIFT = 3.0
-
 
 VAE: dict[str, Any] = {
     "down_block_types": ("DownEncoderBlock2D",) * 3,
@@ -29,8 +24,6 @@ VAE: dict[str, Any] = {
     "scaling_factor": 1.0,
     "shift_factor": 0.0,
 }
-
-
 TRANSFORMER: dict[str, Any] = {
     "sample_size": LATENT_SIDE,
     "patch_size": 4,  # sixteen tokens a picture: a forward is a third of what sixty-four would cost on a CPU

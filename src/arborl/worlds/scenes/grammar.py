@@ -15,10 +15,8 @@ from torch import Tensor
 
 TEMPLATE = "a {size} {colour} {shape} at the {place} on a {background} background"
 
-
 SIZES = {"small": 0.10, "large": 0.17}
 """Radius."""
-
 
 COLOURS = {
     "red": (0.84, 0.16, 0.16),
@@ -55,10 +53,7 @@ SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 """Signed distance to the outline (negative inside) at points in units of the radius, around the centre of mass."""
 
-
 _NEAR, _MIDDLE, _FAR = 0.26, 0.5, 0.74
-
-
 PLACES = {
     "top left": (_NEAR, _NEAR),
     "top": (_MIDDLE, _NEAR),
@@ -72,7 +67,6 @@ PLACES = {
 }
 """Centre of the object."""
 
-
 WORDS = {
     "size": list(SIZES),
     "colour": list(COLOURS),
@@ -80,11 +74,8 @@ WORDS = {
     "place": list(PLACES),
     "background": list(COLOURS),
 }
-
-
 SIZE, COLOUR, SHAPE, PLACE, BACKGROUND = range(5)
 """A scene is five numbers, each a word's place in its list: the columns of the tensors that hold scenes."""
-
 
 _PATTERN = re.compile(
     TEMPLATE.format(**{name: f"(?P<{name}>{'|'.join(words)})" for name, words in WORDS.items()}), re.IGNORECASE

@@ -20,20 +20,12 @@ from .render import masks
 
 SEEN = 0.2
 """A pixel this far from the background, in RGB, belongs to the object."""
-
-
 COLOUR_FULL, COLOUR_NONE = 0.08, 0.28
 """Distances in RGB at which a colour counts whole and not at all. No two of the grammar's are nearer than 0.45."""
-
-
 EDGE_NONE = 0.4
 """And for the object's edge, whose pixels may be any blend of its colour and the background's."""
-
-
 PLACE_FULL, PLACE_NONE = 0.03, 0.16
 """Distances from the named place, in picture sides, likewise. Neighbouring places are 0.24 apart."""
-
-
 IOU_NONE = 0.6
 """Overlap with the named shape at which nothing counts; the most alike pair of different shapes has less than 0.8."""
 
