@@ -190,6 +190,14 @@ def recorded_tree(leaves_without_score: bool = False) -> TreeFile:
     )
 
 
+LONG = ("models/test_models", "test_every_setting", "test_processes", "test_scenes", "test_compare", "test_rewards")
+"""Files that take the longest: begun first, so that no worker is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if f"{name}.py" in item.nodeid), len(LONG)))
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector need not look through it again and again."""
     gc.collect()

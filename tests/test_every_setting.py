@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from arborl import trainer
 from arborl.config import knobs, load_config
 from arborl.core.errors import InputError
 from arborl.models import load_model
@@ -29,7 +30,6 @@ from arborl.rewards.clip import ClipScore
 from arborl.run import evaluations
 from arborl.run.logger import Logger
 from arborl.run.setup import assemble, start_accelerator
-from arborl.trainer import train
 from arborl.worlds.mixture import MixtureModel
 from bench.reward_files import clip_folder, clip_tokenizer
 
@@ -40,10 +40,12 @@ Look = Callable[[list[str], Path], Any]
 
 
 def run_of(overrides: list[str], folder: Path) -> Path:
-    """Two epochs on the mixture, or on the pipeline that is named."""
+    """Two epochs on the mixture, or on the pipeline that is named; without the page, which nobody looks at here."""
     preset = "tree" if any(text.startswith("model.path") for text in overrides) else "mixture"
     small = ["sample.num_prompts=2", "train.epochs=2", "eval.num_prompts=2", "log.trackers=[]", "log.record_every=0"]
-    return train(load_config(preset, [*small, f"log.dir={folder}", *overrides]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "write_report", lambda folder: folder)
+        return trainer.train(load_config(preset, [*small, f"log.dir={folder}", *overrides]))
 
 
 def learned(overrides: list[str], folder: Path) -> Any:
@@ -202,7 +204,7 @@ def server(status: int = 200, seconds: float = 0.0) -> Iterator[tuple[str, list[
             self.answer({"version": 1, "scores": [{"id": item["id"], "score": 1.0} for item in items]}, status)
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=made.serve_forever, daemon=True).start()
+    Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{made.server_port}", seen
     finally:

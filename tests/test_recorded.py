@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from arborl.cli import main
 from arborl.config import presets
 
-from recorded.runs import PRESETS, Case, cases, differences, machine, numbers, recorded
+from recorded.runs import PRESETS, Case, cases, differences, launch, machine, numbers, recorded
 
 EVERY_TIME = {"mixture-full", "tree-full", "branch_mix-lora", "mixture-full-two"}
 """Of most kinds one; the others, a hundred, under slow."""
@@ -18,10 +19,17 @@ def test_every_preset_is_recorded():
     assert {case.name for case in cases()} > EVERY_TIME
 
 
+def in_this_process(arguments: list[str], processes: int, cwd: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", *arguments])
+    assert not end.value.code
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if case.name in EVERY_TIME else pytest.mark.slow, id=case.name) for case in cases()],
 )
 def test_the_numbers_are_as_recorded(case: Case, tmp_path: Path):
     known = recorded()
-    assert not differences(known["runs"][case.recorded_as()], numbers(case, tmp_path), known["machine"] == machine())
+    found = numbers(case, tmp_path, in_this_process if case.processes == 1 else launch)
+    assert not differences(known["runs"][case.recorded_as()], found, known["machine"] == machine())

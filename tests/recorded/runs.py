@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ def launch(arguments: list[str], processes: int, cwd: Path) -> None:
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}{done.stderr}"
 
 
-def numbers(case: Case, folder: Path) -> dict:
+def numbers(case: Case, folder: Path, launch: Callable[[list[str], int, Path], None] = launch) -> dict:
     """What a run comes to: its metrics, those of the clock aside, and digests of what it saved."""
     settings = [*case.settings(), f"log.dir={folder}", f"run_name={case.name}"]
     if case.resumed:
