@@ -190,8 +190,13 @@ def recorded_tree(leaves_without_score: bool = False) -> TreeFile:
     )
 
 
-LONG = ("models/test_models", "test_every_setting", "test_processes", "test_scenes", "test_compare", "test_rewards")
-"""Files that take the longest: begun first, so that no worker is left with one of them at the end."""
+LONG = (
+    *("models/test_models", "test_every_setting", "test_processes", "test_scenes", "test_compare", "test_rewards"),
+    *("test_presets", "test_remote", "test_update", "test_survival", "test_runs", "test_doctor", "test_compile"),
+    *("test_plans", "test_extending", "test_commands", "test_fuzz", "test_learns", "test_report", "test_cli"),
+    *("test_recorded", "test_reward_hacking", "test_mixture", "test_rollout", "test_prune", "test_embedding_cache"),
+)
+"""Files that take the longest, in that order: begun first, so that no worker is left with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
