@@ -1,4 +1,4 @@
-"""Decoding while others score."""
+"""Leaves decoded while others score, and statistics of pictures that mean what they say."""
 
 import itertools
 import threading

@@ -1,28 +1,14 @@
-"""The watch for reward hacking: statistics that mean what they say, a rule that speaks when it should, best weights."""
+"""The watch for reward hacking: a rule that speaks when it should, and the best weights kept."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import strategies as st
 
 from arborl.cli import main
 from arborl.run.checkpoint import checkpoints
 from arborl.run.reward_hacking import best, hacking
-
-images = st.builds(
-    lambda seed, n, h, w: torch.rand(n, 3, h, w, generator=torch.Generator().manual_seed(seed)),
-    st.integers(0, 99),
-    st.integers(1, 3),
-    st.integers(1, 20),
-    st.integers(1, 20),
-)
-
-
-def flat(*colour: float, side: int = 16) -> torch.Tensor:
-    return torch.tensor(colour, dtype=torch.float32).view(1, 3, 1, 1).expand(1, 3, side, side)
 
 
 def row(epoch: int, **values: float) -> dict:

@@ -1,4 +1,4 @@
-"""Models by family."""
+"""Models, a file for each family: how it encodes, predicts and decodes; and what families share."""
 
 import torch
 

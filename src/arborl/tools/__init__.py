@@ -1,1 +1,1 @@
-"""What knows nothing of the method: files, web server, imports by name, quiet libraries, caches."""
+"""Helpers that know nothing of the method: files, web server, imports by name, quiet libraries, caches."""
