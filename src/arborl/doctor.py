@@ -180,7 +180,7 @@ class Subject:
         return (made, self.local.prompts.repeat(leaves.shape[1])), finding
 
     def spread(self, rollout: Rollout) -> Finding:
-        """How much the leaves' scores differ, with the window at some of its places."""
+        """The spread of the leaves' scores, with the window at some of its places."""
         around = places(self.config)
         chosen = [around[round(i * (len(around) - 1) / max(1, PLACES - 1))] for i in range(min(PLACES, len(around)))]
         found: dict[int, checks.Spread] = {}

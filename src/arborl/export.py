@@ -33,7 +33,7 @@ DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
 
 @dataclass(frozen=True)
 class Check:
-    """How far pictures of one prompt and seed are apart, in pixels of 0 to 1."""
+    """Differences between pictures of one prompt and seed, in pixels of 0 to 1."""
 
     prompt: str
     seed: int
@@ -111,7 +111,9 @@ def export(
 
 @dataclass(frozen=True)
 class Trained:
-    """What the trainer's own model made, before it left memory, and how to ask a plain pipeline for the same."""
+    """The trainer's own picture and weights, kept before its model left memory; and the plain pipeline's call for the
+    same picture.
+    """
 
     layers: dict[str, tuple[Tensor, Tensor]]  # of the LoRA that was written; none where a pipeline was
     digests: dict[str, str]  # of the pipeline's trained part
@@ -125,7 +127,7 @@ class Trained:
     rounded: bool  # to bfloat16, in memory, in arithmetic or in what was written
 
     def lost(self, module: nn.Module) -> list[str]:
-        """What of the weights a plain pipeline's module does not have as they were written.
+        """Names of weights that a plain pipeline's module does not have as they were written.
 
         A picture alone could not tell, where little was learnt or much is rounded.
         """

@@ -7,8 +7,8 @@ import pytest
 from arborl.tools.files import atomic, write_atomically
 
 
-class Cut(Exception):
-    """What ends a writing early."""
+class CutError(Exception):
+    """Ends a writing early."""
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -17,10 +17,15 @@ def test_what_is_cut_short_leaves_everything_as_it_was(tmp_path: Path, cache: bo
     path = tmp_path / "some.json"
     if before is not None:
         path.write_text(before)
-    with pytest.raises(Cut), atomic(path, cache) as aside:
-        aside.write_text("half of")
-        assert (path.read_text() if path.exists() else None) == before, "nobody sees a file that is being written"
-        raise Cut
+
+    def cut_short() -> None:
+        with atomic(path, cache) as aside:
+            aside.write_text("half of")
+            assert (path.read_text() if path.exists() else None) == before, "nobody sees a file that is being written"
+            raise CutError
+
+    with pytest.raises(CutError):
+        cut_short()
     assert [entry.name for entry in tmp_path.iterdir()] == ([] if before is None else ["some.json"])
     assert before is None or path.read_text() == before
 

@@ -1,4 +1,4 @@
-"""What a shell offers at the Tab key: settings with their values, presets, run folders, rewards."""
+"""Shell completion: settings with their values, presets, run folders, rewards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ NO_BLANK = "    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt 
 
 
 def script(app: click.Command, shell: str) -> str:
-    """What a shell has to evaluate once to know all this."""
+    """The script that a shell evaluates once to switch completion on."""
     kind = get_completion_class(shell)
     if kind is None:
         raise InputError("SHELL", shell, "has no completion", "bash, zsh, fish")

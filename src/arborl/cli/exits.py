@@ -1,4 +1,4 @@
-"""How the process ends: exit codes, ranks that leave together, one line in place of a traceback."""
+"""Exit codes, ranks that leave together, one line in place of a traceback."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ def one_line(text: str) -> str:
 
 def end_with_launcher() -> None:
     """A launcher that is killed leaves its ranks at work, and a run that goes on meanwhile has two writers. On Linux a
-    process may ask to be told: all of them then leave together, with a checkpoint.
+    process may ask for a signal: all of them then leave together, with a checkpoint.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

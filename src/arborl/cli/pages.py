@@ -49,7 +49,7 @@ def report(folder: Path | None, live: bool, to: Path | None, port: int, opens: b
         if opens:
             click.launch(at)
 
-    read(folder)  # what cannot be shown is told now
+    read(folder)  # a folder that cannot be shown is an error now
     serve_at("127.0.0.1", port, live_page(folder), announce)
 
 

@@ -21,7 +21,7 @@ FIRST = {
 
 
 def print_next(out: Console, base: Path = Path("runs")) -> None:
-    """What there is to do, by what lies in runs/. Imports nothing heavy: it must answer at once."""
+    """The next commands to try, from what lies in runs/. Imports nothing heavy: it must answer at once."""
     out.print(f"[bold]ArboRL {__version__}[/bold], reinforcement learning on denoising trees\n")
     steps, run = dict(FIRST), newest_run(base)
     if run:
@@ -41,7 +41,7 @@ def newest_run(base: Path = Path("runs")) -> Path | None:
 
 
 def _standing(run: Path) -> tuple[str, dict[str, str]]:
-    """How far a run is, and what goes well with that."""
+    """A run's progress, and the commands that fit it."""
     name = shlex.quote(str(run))
     if (run / SUMMARY).is_file():
         try:

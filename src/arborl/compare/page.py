@@ -1,4 +1,4 @@
-"""What a comparison's page shows: its table, curves and front, and each cell's pictures of the same captions."""
+"""Data of a comparison's page: its table, curves and front, and each cell's pictures of the same captions."""
 
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,6 @@ def _first(sheet: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reports(folder: Path, cell: str, seeds: list[int]) -> dict[int, str]:
-    """Where each run's own page lies, seen from the comparison's."""
+    """Links from the comparison's page to the runs' own."""
     places = {seed: f"{Cell(cell).folder}/seed-{seed}/{REPORT}" for seed in seeds}
     return {seed: place for seed, place in places.items() if (folder / place).is_file()}

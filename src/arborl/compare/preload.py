@@ -1,4 +1,4 @@
-"""What every run imports. The forkserver imports it once, and runs start from there in no time."""
+"""Imports that every run needs. The forkserver makes them once, and runs start from there in no time."""
 
 import gc
 import signal

@@ -63,7 +63,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, text: str) -> "Comparison":
-        """What `as_json` wrote. JSON's keys are texts; seeds are numbers again."""
+        """The inverse of `as_json`. JSON's keys are texts; seeds are numbers again."""
         given = json.loads(text)
         rows: list[Row] = []
         for row in given["rows"]:
@@ -100,7 +100,7 @@ class Comparison:
         return [list(columns), *([show(row) for show in columns.values()] for row in rows)]
 
     def notes(self, code: Callable[[str], str] = str) -> str:
-        """What the table needs to be read."""
+        """Notes that explain the table."""
         budget = f"{_short(self.protocol.compute)} forwards" if self.protocol.compute else f"{self.protocol.seconds} s"
         common = " ".join(map(code, self.protocol.common)) or "none"
         return (
@@ -128,7 +128,7 @@ def _short(value: float) -> str:
 
 
 def read(runs: Sequence[Run], protocol: Protocol, baseline: str | None = None) -> Comparison:
-    """What the finished runs came to. The baseline is the named cell, or the flat one with the best score."""
+    """Results of the finished runs. The baseline is the named cell, or the flat one with the best score."""
     finished = [run for run in runs if run.finished and curve(run)]
     if not finished:
         raise InputError("cells", None, "no run has come to a score")

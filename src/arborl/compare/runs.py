@@ -1,4 +1,4 @@
-"""What a comparison runs: a process for each cell and seed, side by side where there is room, none twice."""
+"""Runs of a comparison: a process for each cell and seed, side by side where there is room, none twice."""
 
 import hashlib
 import multiprocessing
@@ -33,7 +33,7 @@ from . import worker
 OWN = ("seed", "run_name", "train.epochs", "train.max_seconds", "log.dir", "log.save_every", "log.keep")
 """Settings that a comparison makes itself."""
 SHARED = ("model.", "rewards.", "prompts.", "eval.", "sample.resolution")
-"""What must be the same in all cells, or their scores would not be of the same thing."""
+"""Settings that must be the same in all cells, or their scores could not be compared."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_settings(settings: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Protocol:
-    """What all cells share. Compute counts a forward as 1 and a forward+backward as 3."""
+    """Settings shared by all cells. Compute counts a forward as 1 and a forward+backward as 3."""
 
     seeds: tuple[int, ...]
     compute: float = 0.0  # of each run; 0 where seconds are given

@@ -25,7 +25,9 @@ from .bounds import check_bounds, check_path, check_text, kind_of, nearest
 from .schema import Config, RewardConfig
 
 RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
-"""Settings that had another name. A run's own settings are read by either; whoever gives the old one is told."""
+"""Settings that had another name. A run's own settings may have either; on the command line the old one is an error
+that names the new.
+"""
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
@@ -113,7 +115,7 @@ def with_absolute_paths(config: Config) -> Config:
         return str(Path(path).resolve()) if path and Path(path).exists() else path
 
     def place(name: str, reward: RewardConfig, which: int) -> str:
-        """Where a built-in reward's weights lie, if that is their usual place here."""
+        """The usual place of a built-in reward's weights, if they lie there."""
         needs = BUILT_IN[reward.fn or name].needs if (reward.fn or name) in BUILT_IN and not reward.url else ()
         found = Path(needs[which].place) if which < len(needs) else None
         return str(found.resolve()) if found and found.exists() else ""
@@ -186,7 +188,7 @@ def _check_yaml(key: str, path: Path) -> None:
 
 
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a document has when its aliases are written out; endless where one holds itself."""
+    """The number of values in a document whose aliases are written out; infinite where one holds itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()

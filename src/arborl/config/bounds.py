@@ -85,7 +85,7 @@ def check_path(key: str, value: str) -> None:
 
 
 def kind_of(item: dataclasses.Field[Any]) -> str | None:
-    """What a knob takes, in words."""
+    """The kind of value a knob takes, in words."""
     kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
     kinds |= {list[str]: "a list, such as [a,b]", list[int]: "a list, such as [1,2]"}
     found = [kinds[kind] for kind in ([item.type] if item.type in kinds else get_args(item.type)) if kind in kinds]

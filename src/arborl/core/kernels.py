@@ -82,7 +82,7 @@ USUAL_ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.7, "ddim": 1.0}
 """The noise level each kernel is published with (Flow-GRPO, DanceGRPO, –, DDPO)."""
 
 USUAL_KAPPA = {"dance_sde": 4.0}
-"""What BranchGRPO scales the noise of its splits by; others keep theirs."""
+"""BranchGRPO's scale of the noise at its splits; the others keep theirs."""
 
 
 def coefficients(schedule: Schedule, kernel: str, step: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:

@@ -21,7 +21,7 @@ def leading_steps(schedule: Schedule, kernel: str, eta: float) -> int:
 
 
 def window_positions(schedule: Schedule, kernel: str, eta: float, w: int, argument: str = "w") -> int:
-    """How many places a window of w steps has; an error when it has none."""
+    """The number of places a window of w steps has; an error when it has none."""
     length = leading_steps(schedule, kernel, eta)
     if length == 0:
         raise _no_stochastic_step(schedule, kernel, eta)
@@ -37,7 +37,7 @@ def window_positions(schedule: Schedule, kernel: str, eta: float, w: int, argume
 def _no_stochastic_step(schedule: Schedule, kernel: str, eta: float) -> ArgumentError:
     if len(schedule) < 2:
         return ArgumentError("steps", len(schedule), "the step into σ = 0 is never stochastic", "2 or more")
-    # The noise of the reverse SDEs is proportional to η, so the largest that fits the first step can be told.
+    # The noise of the reverse SDEs is proportional to η, so the largest that fits the first step is known.
     most = eta * float(schedule.sigma_next[0] / transition_std(schedule, kernel, eta)[0])
     problem = f"{kernel} adds more noise at the first step than the level it reaches"
     return ArgumentError("eta", eta, problem, f"above 0, at most {most:.3g}")

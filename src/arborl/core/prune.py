@@ -16,7 +16,7 @@ STEP_DRAW = 2**32 - 1
 
 
 class Pruning(NamedTuple):
-    """What is dropped at an epoch (BranchGRPO, arXiv 2509.06040; `step_fraction` is DanceGRPO's)."""
+    """The pruning of an epoch (BranchGRPO, arXiv 2509.06040; `step_fraction` is DanceGRPO's, arXiv 2505.07818)."""
 
     depths: tuple[int, ...] = ()  # edges whose child stands at one of these
     width_mode: str = "off"  # of the chains after the last split: "best" siblings, or the tree's "best_and_worst"

@@ -11,12 +11,12 @@ from .errors import ArgumentError
 from .tensors import floats
 
 PREDICTIONS = ("flow", "epsilon", "v_prediction")
-"""What a model answers: the velocity noise - x0 of a flow, or a diffusion model's noise or v (diffusers' names)."""
+"""A model's output: the velocity noise - x0 of a flow, or a diffusion model's noise or v (diffusers' names)."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Step i goes from noise level `sigma[i]` to `sigma_next[i]`; the model is told `timestep[i]`.
+    """Step i goes from noise level `sigma[i]` to `sigma_next[i]`; the model's time input is `timestep[i]`.
 
     A table rather than a grid, so that a tail with fewer steps is further rows. All float64: the coefficients
     of a transition are computed from it exactly and rounded once.
@@ -41,7 +41,7 @@ class Schedule:
 
     @classmethod
     def from_sigmas(cls, sigmas: Sequence[float], train_timesteps: int = 1000) -> "Schedule":
-        """From T+1 falling noise levels that end at 0; a flow model is told the exact σ·1000."""
+        """From T+1 falling noise levels that end at 0; a flow model's timestep is the exact σ·1000."""
         grid = torch.tensor(sigmas, dtype=torch.float64)
         if len(grid) < 2 or not bool((grid[1:] < grid[:-1]).all()) or float(grid[-1]) != 0.0 or float(grid[0]) > 1:
             raise ValueError(f"a σ grid falls strictly from at most 1 to 0, not {list(sigmas)}")

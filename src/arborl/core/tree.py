@@ -149,7 +149,7 @@ class Plan:
 
     @cached_property
     def multistep_coefficient(self) -> Float[Tensor, " edges"]:
-        """What a second-order edge adds to Euler's step, in units of x̂0 here minus x̂0 at the parent's parent.
+        """The second-order term that is added to Euler's step, in units of x̂0 here minus x̂0 at the parent's parent.
 
         DPM-Solver++(2M) (arXiv 2211.01095) is Euler's step in λ = log(α/σ) with x̂0 extrapolated from the step before:
         c = (α' - α·σ'/σ) · h / (2·h_before), h the step in λ.
@@ -173,14 +173,14 @@ class Plan:
 
     @cached_property
     def timestep(self) -> Float[Tensor, " nodes"]:
-        """What the model is told at each node; 0 at leaves, which are never asked."""
+        """The model's time input at each node; 0 at leaves, where no model call is made."""
         timestep = torch.zeros(self.nodes, dtype=torch.float64)
         timestep[self.parent] = self.schedule.timestep[self.step]
         return timestep
 
 
 class Tail(NamedTuple):
-    """How the steps after the last stochastic one are taken: by Euler or DPM-Solver++(2M); in how many (0 is all)."""
+    """Solver of the steps after the last stochastic one, Euler or DPM-Solver++(2M), and their number (0 is all)."""
 
     solver: str = "euler"
     steps: int = 0
@@ -225,7 +225,7 @@ def grow(
             f"1, or one of the kernels {', '.join(sorted(TAKES_KAPPA))}",
         )
     check_leaves(trees * math.prod(arity), max_leaves)
-    # What comes after the last step that branches or is stochastic.
+    # The first step after the last that branches or is stochastic.
     first = max((i for i in range(len(arity)) if arity[i] > 1 or eta[i] > 0), default=-1) + 1
     table, rows, second = tail.of(schedule, first)
     steps = [*range(first), *rows]

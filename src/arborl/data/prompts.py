@@ -1,4 +1,4 @@
-"""Prompt files, and which prompts an epoch sees: a function of the seed and of how many were dealt out before."""
+"""Prompt files, and the prompts of an epoch: a function of the seed and of the number used before."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ def _shipped(name: str) -> tuple[str, ...]:
 
 PICTURES, HELDOUT_PICTURES = _shipped("pictures"), _shipped("pictures_heldout")
 VIDEOS, HELDOUT_VIDEOS = _shipped("videos"), _shipped("videos_heldout")
-"""What models that bring no prompts of their own are trained and evaluated on, where no file is named."""
+"""Lists for models that bring no prompts of their own, where no file is named."""
 
 
 @dataclass(frozen=True)

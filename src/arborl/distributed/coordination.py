@@ -20,7 +20,7 @@ class OtherRankFailed(RuntimeError):  # noqa: N818 (it says where to look, and i
 
 @contextmanager
 def fail_together(accelerator: Accelerator) -> Iterator[None]:
-    """What each process does by itself, without waiting for others: if one fails, all of them leave here."""
+    """For work that each process does by itself: if one process fails, all of them leave at the end of the block."""
     error: Exception | None = None
     try:
         yield
@@ -46,7 +46,7 @@ def _elsewhere(rank: int, text: str) -> OtherRankFailed:
 
 
 class Coordinator:
-    """How a run is left: by an error or an interrupt, by one process or by all.
+    """Brings all processes out of a run at the same place, whichever of them met an error or an interrupt.
 
     Ctrl-C and SIGTERM both arrive as KeyboardInterrupt: at once where nothing is half done, after the update where
     something would be. Several processes must leave at the same place, so there an interrupt waits for the end of a
@@ -98,7 +98,7 @@ class Coordinator:
 
     @contextmanager
     def independent(self) -> Iterator[None]:
-        """What each process does by itself; if one fails, or is to stop, all of them leave at its end."""
+        """For work that each process does by itself: if one fails or has to stop, all leave at the end of the block."""
         error: Exception | None = None
         try:
             yield
@@ -112,12 +112,12 @@ class Coordinator:
             self._leave_if_asked()
 
     def raised_by_all(self, error: Exception) -> Exception:
-        """What each process is to raise where all have met the same error: they leave here, and the first says why."""
+        """The error for this process to raise where all have met the same one: the first rank says why."""
         self.agreed = True
         return error if self.accelerator.is_main_process else _elsewhere(0, f"{type(error).__name__}: {error}")
 
     def independent_sampling(self) -> AbstractContextManager[None]:
-        """What each process does by itself and calls the model: with split weights it needs the others for that."""
+        """`independent`, for work that calls the model: with split weights a call needs the other processes."""
         return nullcontext() if self.split else self.independent()
 
     def _leave_if_asked(self) -> None:

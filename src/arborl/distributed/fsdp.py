@@ -78,7 +78,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def copies(tensor: Tensor, processes: int) -> tuple[int, int]:
-    """How many copies there are of a tensor, and in how many parts each is; processes are numbered copy by copy."""
+    """(copies of a tensor, parts of each copy); processes are numbered copy by copy."""
     parts = tensor.device_mesh.size(-1) if isinstance(tensor, DTensor) else 1
     return processes // parts, parts
 

@@ -38,7 +38,7 @@ def gather_words(words: Sequence[str], accelerator: Accelerator | None) -> list[
 
 
 def by_copy(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -> list[Shaped[Tensor, "copies parts"]]:
-    """What every rank has to say of each tensor, arranged so that what must be equal stands in a column."""
+    """Every rank's value for each tensor, arranged so that values that must be equal stand in a column."""
     return [column.view(copies(tensor, len(everyone))) for column, tensor in zip(everyone.T, tensors, strict=True)]
 
 

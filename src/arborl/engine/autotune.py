@@ -185,7 +185,7 @@ def call(
                 if config.train.kl > 0:
                     with torch.no_grad(), model.reference():
                         predict(size)
-                if loss.requires_grad:  # told elsewhere if not
+                if loss.requires_grad:  # the update says so if it does not
                     accelerator.backward(loss)
         finally:
             state.optimizer.zero_grad(set_to_none=True)
@@ -309,7 +309,7 @@ def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
 
 
 def geometry(config: Config, processes: int = 1, split: bool = False) -> list[str]:
-    """How prompts, leaves and updates come out in micro-batches: nothing has to divide anything."""
+    """Prompts, leaves and updates in micro-batches, as lines of text: nothing has to divide anything."""
     epoch, plan = places(config)[0]
     how, updates, size = split_prompts(config.sample, processes), config.train.updates, settled(config.train.batch_size)
     one = work(config, plan, epoch).forward_backwards / split_prompts(config.sample).per_process  # parents of a prompt

@@ -1,4 +1,4 @@
-"""What may silently be wrong with a run, measured: `arborl doctor` tells all of it, a run only what is amiss."""
+"""Measurements of faults that stay silent: `arborl doctor` shows all of them, a run warns of those that fail."""
 
 import math
 import re
@@ -57,12 +57,12 @@ def reached_groups(sizes: Mapping[str, float]) -> dict[str, bool]:
     reached: dict[str, bool] = {}
     for name, size in sizes.items():
         group = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", re.sub(r"\.lora_[AB]\..*", "", name))
-        reached[group] = reached.get(group, False) or size != 0  # not finite is told elsewhere
+        reached[group] = reached.get(group, False) or size != 0  # what is not finite has a check of its own
     return reached
 
 
 RATIO_BOUND, RATIO_BOUND_HALF, RATIO_BOUND_COMPILED = 1e-6, 1e-4, 1e-5
-"""How far from 1 the first update's ratio may be by rounding alone: in float32; in half precision; and compiled, where
+"""Bounds of rounding on the first update's |ratio - 1|: in float32; in half precision; and compiled, where
 rollout and update run the same code (docs/performance.md has what was measured).
 """
 
@@ -127,7 +127,7 @@ def _edges_below(parent: Tensor, among: Tensor, rows: Tensor) -> tuple[Tensor, T
 
 def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor) -> Step:
     change = policy.log_density(children) - old
-    # What the log-density takes the noise to be is told by its height over the mean.
+    # The log-density's height at the mean shows which noise it assumes.
     std = torch.exp(-policy.log_density(policy.mean) - 0.5 * math.log(2 * math.pi))
     square = ((children - policy.mean) ** 2).flatten(1).mean(1)
     formula = -0.5 * square / std**2 - torch.log(std) - 0.5 * math.log(2 * math.pi)

@@ -1,4 +1,4 @@
-"""What a plan costs, counted before anything runs."""
+"""The cost of a plan in forwards, counted before anything runs."""
 
 import copy
 import itertools
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 def work(config: Config, plan: Plan, epoch: int) -> Work:
-    """What an epoch takes per process, rollout and update (a KL's forwards of the reference apart).
+    """The work of an epoch per process, rollout and update (a KL's forwards of the reference apart).
 
     Exact where all leaves have scores, but for `prune.width_mode=best_and_worst`, whose chains may share a parent:
     there it is the most.
@@ -55,7 +55,7 @@ def work(config: Config, plan: Plan, epoch: int) -> Work:
 
 
 def costs(config: Config) -> Iterator[int]:
-    """What each epoch costs in forwards, without end; a KL's forwards of the reference included."""
+    """The cost of each epoch in forwards, without end; a KL's forwards of the reference included."""
     around, known = places(config), dict[tuple[int, Pruning], int]()
     for epoch in itertools.count():
         place = epoch // config.tree.tou % len(around)
@@ -68,7 +68,7 @@ def costs(config: Config) -> Iterator[int]:
 
 
 def epochs_within(config: Config, compute: float) -> int:
-    """How many epochs of this run cost at most `compute` forwards; at least 1."""
+    """The number of epochs that cost at most `compute` forwards; at least 1."""
     config, epochs = copy.deepcopy(config), 1
     for _ in range(10):  # where pruning ends after a share of the run, its length decides its cost
         total = itertools.accumulate(costs(config))

@@ -40,5 +40,5 @@ def generate(
 
 
 def noise_of_seeds(seeds: Sequence[int], shape: tuple[int, ...]) -> Float[Tensor, "seeds 1 *shape"]:
-    """What a diffusers pipeline starts from when it is given `torch.Generator().manual_seed(seed)`."""
+    """The noise of a diffusers pipeline that is given `torch.Generator().manual_seed(seed)`."""
     return torch.stack([torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

@@ -95,7 +95,7 @@ def plan_at(config: Config, epoch: int = 0) -> Plan:
 
 
 def window_positions(config: Config, schedule: Schedule) -> int:
-    """How many places the plan's moving window has; 1 where none moves."""
+    """The number of places of the plan's moving window; 1 where none moves."""
     tree = config.tree
     size = {"tree": tree.w, "mix": tree.w, "branch": tree.mix_sde_window if tree.mix_ode_sde else None}.get(tree.plan)
     if size is None:
@@ -106,7 +106,7 @@ def window_positions(config: Config, schedule: Schedule) -> int:
 
 
 def window_of(config: Config, plan: Plan, epoch: int) -> int:
-    """Where the moving window stands; without one, the first stochastic step."""
+    """The first step of the moving window; without one, the first stochastic step."""
     positions = window_positions(config, plan.schedule.head(config.sample.num_steps))
     if positions == 1:
         return int(plan.step[plan.stochastic].min())
@@ -179,7 +179,9 @@ def check_plan(config: Config) -> None:
     for epoch, plan in stages(config):
         if len(plan.leaves) < 2:
             keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"
-            raise InputError(keys, None, "a prompt has a single leaf, so no advantage can be told", "2 leaves or more")
+            raise InputError(
+                keys, None, "a prompt has a single leaf, so no advantage can be computed", "2 leaves or more"
+            )
         if advantage.name == "depth" and advantage.group != "prompt":
             siblings = plan.parent[plan.stochastic] if advantage.group == "siblings" else plan.parent
             if int(torch.bincount(siblings).max()) < 2:

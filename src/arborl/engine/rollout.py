@@ -133,7 +133,7 @@ def _spread(values: Float[Tensor, " n"], x: Float[Tensor, "prompts m *latent"]) 
 def addresses(
     plan: Plan, prompt_ids: Int[Tensor, " prompts"], nodes: Int[Tensor, " n"], device: torch.device
 ) -> Int[Tensor, "prompts_n 3"]:
-    """Where each draw stands: (global prompt, tree, number within the tree), prompt by prompt."""
+    """Addresses of the draws: (global prompt, tree, index in the tree), prompt by prompt."""
     prompt = prompt_ids.repeat_interleave(len(nodes))
     tree, number = (values[nodes].repeat(len(prompt_ids)) for values in (plan.tree, plan.index_in_tree))
     return to_device(torch.stack([prompt, tree, number], 1), device)

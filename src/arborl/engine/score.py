@@ -60,7 +60,7 @@ def thumbnails(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 
 
 
 def diversity(leaves: Float[Tensor, "prompts leaves 3 16 16"]) -> Float[Tensor, " prompts"]:
-    """How far a prompt's leaves are from one another: mean distance of two thumbnails, in pixel values."""
+    """Diversity of a prompt's leaves: mean distance of two thumbnails, in pixel values."""
     flat = leaves.flatten(2)
     count = flat.shape[1]
     if count < 2:
@@ -70,7 +70,7 @@ def diversity(leaves: Float[Tensor, "prompts leaves 3 16 16"]) -> Float[Tensor, 
 
 
 class Scored(NamedTuple):
-    """What became of some leaves: their scores, what their pictures are like, and the first pictures themselves."""
+    """Results of decoding and scoring: scores, statistics of the pictures, and the first pictures themselves."""
 
     scores: Scores
     statistics: dict[str, Float[Tensor, "prompts leaves"]]  # none where they were not asked for

@@ -31,7 +31,7 @@ SUMS = ("edges", "parents", "loss", "ratio", "clip_ratio", "approx_kl", "kl")
 
 @dataclass
 class Stats:
-    """What an epoch's optimizer steps did. Sums stay on the device until someone asks.
+    """Sums over an epoch's optimizer steps. They stay on the device until someone asks.
 
     Every rank has every name, also one that had nothing to train: the ranks add them up.
     """

@@ -20,7 +20,7 @@ KEPT = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""What `selective` keeps: products and attention take the time, everything between them takes the memory."""
+"""Operations whose results `selective` keeps: products and attention take the time, the rest takes the memory."""
 BUDGET = 0.5
 """In compiled code, which keeps no cheap activations anyway, the share of its activations that `selective` leaves."""
 

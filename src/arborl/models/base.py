@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what all models share."""
+"""The protocol between engine and model, and code that all models share."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -115,7 +115,7 @@ class Model(ABC):
 
     @classmethod
     def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
-        """Where prompts are encoded beforehand and kept; None for a family that encodes them on the spot."""
+        """The cache of prompts that are encoded beforehand; None for a family that encodes them on the spot."""
         return None
 
     def schedule(self, steps: int) -> Schedule:
@@ -144,7 +144,9 @@ class Model(ABC):
         return self.bitwise_batch_sizes or (self.min_batch_size,)
 
     def compile(self) -> list[str]:
-        """Have `predict` run as compiled code from now on, and `decode` where a family says how; what is to be told."""
+        """Run `predict` as compiled code from now on, and `decode` where a family says how; returns messages for the
+        user.
+        """
         for module in filter(None, [self.module, self.frozen]):
             compile_blocks(module)
         checkpoint_activations(self.module, self.config.train.gradient_checkpointing, compiled=True)
@@ -152,8 +154,8 @@ class Model(ABC):
         return []
 
     def check_decoder(self, latents: Float[Tensor, "n *latent"]) -> list[str]:
-        """Hold `decode` to what it draws in full precision. Where that is something else it is used from now on, and
-        told.
+        """Compare `decode` with full precision. Where they differ, full precision is used from now on, and a
+        message returned.
         """
         return []
 

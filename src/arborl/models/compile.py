@@ -15,7 +15,7 @@ from ..core.errors import InputError
 from ..tools.cache import cache_home
 
 BACKEND = "inductor"
-"""What torch.compile makes code with."""
+"""torch.compile's backend."""
 KEPT_IN = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = 64
 """Graphs that one piece of code may be compiled to: kinds of blocks, with and without gradients and adapters."""

@@ -21,7 +21,7 @@ class FluxModel(PipelineModel):
     pipeline = "FluxPipeline"
     t5 = "text_encoder_2"
     auto_compile = True
-    cfg = False  # guidance is distilled into the weights, which are told its scale
+    cfg = False  # guidance is distilled into the weights, which take its scale as an input
     # As in diffusers' own LoRA training, and Flow-GRPO's.
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 

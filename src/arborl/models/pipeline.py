@@ -1,4 +1,4 @@
-"""What all families of diffusers pipelines share. A family says how its trained part is called, and what is its own."""
+"""Code shared by all families of diffusers pipelines. A family names its trained part and says how it is called."""
 
 import gc
 import math
@@ -54,7 +54,7 @@ class PipelineModel(Model):
     cfg: ClassVar[bool] = True
     """Whether guidance means a second, unconditional half of each call."""
     t5: ClassVar[str] = ""
-    """The part that is a T5, for pipelines that are told how many tokens to give one."""
+    """The part that is a T5, for pipelines whose call takes its number of tokens."""
     unused_components: ClassVar[Sequence[str]] = ()
     """Parts that are not needed even to make a picture."""
     vae_fp16_safe: ClassVar[bool] = False
@@ -179,7 +179,7 @@ class PipelineModel(Model):
         return Cond(tensors)
 
     def negative(self, encoded: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What guidance leads away from: one row, given as the negative prompt encodes."""
+        """The unconditional half of guidance: one row, given as the negative prompt encodes."""
         return encoded
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
@@ -200,7 +200,7 @@ class PipelineModel(Model):
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """What the VAE makes of latents, in [-1, 1]."""
+        """Latents decoded by the VAE, in [-1, 1]."""
         vae = self.pipe.vae
         shift = vae.config.shift_factor or 0.0
         return vae.decode(latents / vae.config.scaling_factor + shift, return_dict=False)[0]
@@ -280,7 +280,7 @@ class PipelineModel(Model):
         return latents
 
     def call_options(self) -> dict[str, Any]:
-        """What a plain call of the pipeline takes to make the engine's picture, besides prompt, noise and steps."""
+        """Arguments, besides prompt, noise and steps, of a plain call of the pipeline for the engine's picture."""
         sample = self.config.sample
         height, width = picture_size(self.config)
         options: dict[str, Any] = {"height": height, "width": width, "guidance_scale": sample.guidance_scale}
@@ -340,7 +340,7 @@ def latent_size(config: Config, factor: int, patch: int, largest: int | None = N
 
 
 def vae_factor(source: Source) -> int:
-    """How much smaller than the picture an AutoencoderKL's latent is."""
+    """An AutoencoderKL's downsampling factor: a picture's side over its latent's."""
     vae = source.config("vae")
     if vae.get("latents_mean") is not None:
         raise InputError("model.path", source.path, "latents with a mean of their own are not supported")

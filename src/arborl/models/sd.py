@@ -71,6 +71,6 @@ def ddim_schedule(scheduler: Any, steps: int) -> Schedule:
     timesteps = [int(t) for t in scheduler.timesteps]
     alphas = [float(scheduler.alphas_cumprod[t]) for t in timesteps] + [float(scheduler.final_alpha_cumprod)]
     if alphas[0] <= 0:
-        problem = "its schedule begins at pure noise, of which no clean sample can be told"
+        problem = "its schedule begins at pure noise, where no clean sample can be predicted"
         raise InputError("sample.num_steps", steps, problem, "a scheduler whose ᾱ is above 0 at every timestep")
     return Schedule.from_alphas(alphas, timesteps, scheduler.config.prediction_type)

@@ -1,4 +1,4 @@
-"""Where a diffusers pipeline lies, in a folder or on the hub: found, looked into, and loaded in parts."""
+"""A diffusers pipeline in a folder or on the hub: found, looked into, and loaded in parts."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ..tools.quiet import quiet_libraries
 
 
 class PartConfig(dict[str, Any]):
-    """The index, or the configuration of a part. A value that is missing from it is told to the user."""
+    """The index, or the configuration of a part. A missing value is an error that names it."""
 
     def __init__(self, path: str, part: str, values: dict[str, Any]) -> None:
         super().__init__(values)

@@ -1,4 +1,4 @@
-"""What a run's page shows, read from its folder as plain lists and numbers: all of it is JSON."""
+"""Data of a run's page, read from its folder as plain lists and numbers: all of it is JSON."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def _usual() -> dict[str, Any]:
 
 
 def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Config) -> dict[str, Any]:
-    """When the run looked like reward hacking and by which signs; the bounds that each statistic is held to."""
+    """The epochs at which the run looked like reward hacking, with the signs; and each statistic's bounds."""
     trained = {name: -1.0 if weight < 0 else 1.0 for name, weight in weights.items() if weight}
     watched = [name for name in config.eval.rewards if not weights[name]]
     looks = _as_the_run_saw(rows)

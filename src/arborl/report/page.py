@@ -23,12 +23,12 @@ SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js
 COMPARISON = "compare.json"
 """The file that tells a comparison's folder."""
 COMPARISON_DATA = "arborl.compare.page:comparison_data"
-"""What reads it: by name, as it stands further along the data path."""
+"""The function that reads it, by name, as it stands further along the data path."""
 OWN = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What the page of a run's folder, or of a comparison's, shows."""
+    """Data of the page of a run's folder, or of a comparison's."""
     if (folder / COMPARISON).is_file():
         return find("report", COMPARISON_DATA, ())(folder)
     return run_data(folder)

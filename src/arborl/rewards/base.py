@@ -48,7 +48,7 @@ class Failures(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """What the leaves scored: each reward (and each named part, as `reward/part`), and the leaf score they make."""
+    """Scores of the leaves: each reward (and each named part, as `reward/part`), and the leaf score they make."""
 
     parts: dict[str, Float[Tensor, "prompts leaves"]]
     total: Float[Tensor, "prompts leaves"]
@@ -164,7 +164,7 @@ def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
 
 
 def first_line(error: Exception) -> str:
-    """What was raised, and where; of a failure that is told as one, what is told."""
+    """An exception in one line, with the place it was raised at; of a `RewardFailed` its text."""
     if isinstance(error, RewardFailed):
         return str(error)
     text = next(iter(str(error).splitlines()), "")

@@ -185,7 +185,7 @@ def from_original(key: str, path: Path, tensors: Mapping[str, Tensor]) -> dict[s
         elif name.startswith("blip.text_encoder.") and not name.endswith("position_ids"):
             made[f"text.{name.removeprefix('blip.text_encoder.')}"] = tensor
         elif not name.startswith(("mlp.layers.", "blip.vision_proj.", "blip.text_proj.", "blip.text_encoder.")):
-            made[name] = tensor  # what does not belong here is told by name
+            made[name] = tensor  # what does not belong here is named in the error
     made["head.weight"], made["head.bias"] = affine(key, path, tensors, "mlp.layers.")
     strangers = sorted(name for name in made if not name.startswith(("vision.", "text.", "head.")))
     if strangers:

@@ -22,7 +22,7 @@ from .base import RewardFailed
 PROBE = 5.0
 """Seconds in which a server must say that it is there, where it was held to be down."""
 ITEM_BYTES, ANSWER_BYTES = 4 * 2**10, 64 * 2**10
-"""How long an answer may be: so much for each picture, and so much besides."""
+"""The longest answer in bytes: so much for each picture, and so much besides."""
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -188,7 +188,7 @@ def _raise_status(answer: requests.Response, content: bytes) -> NoReturn:
 
 
 def _root(error: BaseException) -> str:
-    """What happened under the layers that libraries wrap around it."""
+    """The innermost cause of an error that libraries wrapped."""
     while inner := error.__cause__ or error.__context__:
         error = inner
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -51,7 +51,7 @@ class ClipReward(NetworkReward):
 
     @abstractmethod
     def find(self) -> Path:
-        """Where the weights lie."""
+        """The file or folder of the weights."""
 
     def read(self, dtype: torch.dtype) -> Any:
         """The CLIP, on the host."""

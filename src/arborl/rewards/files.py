@@ -1,4 +1,4 @@
-"""What a reward needs and the package does not carry: found, read without running code in it, converted once."""
+"""Weights and other files that a reward needs: found, read without running code in them, converted once."""
 
 import pickle
 import struct
@@ -21,7 +21,7 @@ from ..tools.files import atomic
 from ..tools.quiet import quiet_libraries
 
 DAMAGED = (RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
-"""What torch and transformers raise, among others, over a file whose bytes are not what they were."""
+"""Errors that torch and transformers raise, among others, over a damaged file."""
 FORMAT = 1
 """Of converted weights; to be raised when a conversion changes."""
 
@@ -38,7 +38,7 @@ class Weights:
     licence: str = ""  # as the hub's page or the project states it
 
     def find(self, key: str, given: str = "") -> Path:
-        """Where it lies: at the path or hub id that is given, else in its usual place, else in the hub's cache.
+        """The file: at the path or hub id that is given, else in its usual place, else in the hub's cache.
 
         Only what is named by its hub id is fetched: gigabytes should not come unasked.
         """
@@ -60,7 +60,7 @@ class Weights:
 
     @property
     def advice(self) -> str:
-        """How to get it, and where to put it."""
+        """Instructions: the command that fetches it, and the place to put it."""
         target = str(Path(self.place).parent if self.file else self.place) if self.place else "FOLDER"
         if self.file.count("/"):  # comes with its folders
             target = self.place.removesuffix(self.file).rstrip("/")
@@ -83,7 +83,7 @@ class Weights:
 
 @contextmanager
 def collect_missing() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Inside, what is missing is collected by `attempt(find)`, which then gives None; at the end all of it is told."""
+    """Inside, `attempt(find)` collects what is missing and then gives None; at the end one error names all of it."""
     problems: list[str] = []
 
     def attempt(find: Callable[[], Any]) -> Any:

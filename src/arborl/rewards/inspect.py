@@ -1,4 +1,4 @@
-"""What of the rewards is here, and whether one works: `arborl rewards`."""
+"""Which rewards are ready here, and whether one works: `arborl rewards`."""
 
 import time
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ QUOTED = re.compile('["“”]([^"“”]*)["“”]')
 
 
 def target(prompt: str) -> str:
-    """What the picture should say: the prompt's quoted parts, without spaces and case; empty if there is none."""
+    """The text a picture should show: the prompt's quoted parts, without spaces and case; empty if there is none."""
     return _plain("".join(QUOTED.findall(prompt)))
 
 

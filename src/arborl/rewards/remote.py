@@ -1,6 +1,6 @@
 """A reward that servers compute: pictures go out as PNG over HTTP, scores come back. `serve` writes up the protocol.
 
-A picture that no server scores is NaN, never an invented score, and the failure is told in a line.
+A picture that no server scores is NaN, never an invented score, and the run warns of the failure in one line.
 """
 
 import json
@@ -26,7 +26,7 @@ from .preprocessing import as_rgb
 WAIT = 1.0
 """Seconds before a server is asked again after its first failure; doubled at each further one in a row."""
 TEXT_BYTES = 16 * 2**10
-"""What a picture's prompt and columns are held to take of a request, where a server limits its size."""
+"""Bytes of a request that are allowed for a picture's prompt and columns, where a server limits its size."""
 
 
 class RemoteReward:
@@ -57,7 +57,7 @@ class RemoteReward:
                 raise InputError(f"rewards.{self.name}.url", server.url, problem) from None
 
     def take_failures(self) -> list[Failures]:
-        """What was lost since this was last called, request by request. A call that raises leaves nothing here."""
+        """Failures since the last call of this, request by request. A call that raises leaves nothing here."""
         taken, self.failures = self.failures, []
         return taken
 

@@ -2,8 +2,8 @@
 
 The protocol, version 1. Texts are JSON in UTF-8; `{url}` may have a path.
 
-`GET {url}/` tells what is served, and that it lives: `{"arborl": 1, "reward": "<name>", "max_items": 64, "max_bytes":
-268435456}`, the limits being those of one request.
+`GET {url}/` names the reward, and shows that the server lives: `{"arborl": 1, "reward": "<name>", "max_items": 64,
+"max_bytes": 268435456}`, the limits being those of one request.
 
 `POST {url}/score`, `Content-Type: application/json`, scores some pictures:
 `{"version": 1, "items": [{"id": 0, "prompt": "…", "png": "<base64>", "columns": {…}}, …]}`. Pictures are 8-bit RGB PNG:
@@ -160,7 +160,7 @@ async def _refuse(request: Request, status: int, problem: str, max_bytes: int) -
 
 
 async def _body(request: Request, most: int, keep: bool = True) -> bytes:
-    """What was sent, if that is not too much. Of what is, as much again is read and dropped."""
+    """A request's body, if it is not too long. Of one that is, as much again is read and dropped."""
     chunks: list[bytes] = []
     size = 0
     try:
@@ -266,7 +266,7 @@ def answer(reward: Reward, items: list[Item], device: torch.device) -> dict[str,
             scores |= {item.id: score for item, score in zip(group, found, strict=True)}
         if len({tuple(score) if isinstance(score, dict) else None for score in scores.values()}) > 1:
             raise ValueError("the reward's parts differ with the size of the picture")
-    except Exception as error:  # noqa: BLE001 (whatever it is, the client is told and the next one served)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the client gets a 500 and the next one is served)
         traceback.print_exc()
         first = next(iter(str(error).splitlines()), "")
         raise HTTPException(500, f"the reward failed: {type(error).__name__}: {first}") from None

@@ -76,7 +76,7 @@ BACKBONE = Backbone(hub="Qwen/Qwen2-VL-2B-Instruct", licence="Apache-2.0")
 
 @dataclass(frozen=True)
 class Settings:
-    """What model_config.json says, and what the published one says where it says nothing."""
+    """The settings in model_config.json; where it is silent, those of the published one."""
 
     fps: float = 2.0
     max_pixels: int = LARGEST

@@ -1,1 +1,1 @@
-"""A run on disk and its life: set up, logged, guarded, saved, resumed, drawn."""
+"""A run on disk and its life: set up, logged, guarded, evaluated, saved, resumed, drawn."""

@@ -34,7 +34,7 @@ COUNTERS = {
     "forwards": "forwards",
     "forward_backwards": "forward_backwards",
 }
-"""What of a state is counted, and under which names in its file."""
+"""The counters of a state, and their names in its file."""
 
 
 def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> None:
@@ -78,13 +78,13 @@ def _write(state: State, target: Path, with_optimizer: bool, writes: bool) -> No
 
 
 def _take_part(state: State, tensors: Iterator[tuple[str, str, Tensor]]) -> None:
-    """Where weights are split the one that writes needs everyone's parts, and all must see it to the end."""
+    """Take part in gathering split weights: the rank that writes needs every rank's parts, to the last tensor."""
     for _, _, tensor in tensors if state.sharded else ():
         gathered(tensor)
 
 
 def _contents(state: State, with_optimizer: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """What a checkpoint holds, as (file, name, tensor): a host never needs more than one copy of the weights."""
+    """The tensors of a checkpoint, as (file, name, tensor): a host never needs more than one copy of the weights."""
     files: dict[str, Mapping[str, Tensor]] = {"weights.safetensors": state.parameters}
     if state.ema.decay:
         files["ema.safetensors"] = state.ema.average

@@ -125,7 +125,7 @@ MARGIN, CAPTION, CELL = 6, 56, 128
 """A sheet's measures in pixels: between pictures, below them, and a picture's side."""
 
 Box = tuple[int, int, int, int]
-"""Where a picture lies: left, top, right, bottom."""
+"""A picture's place: left, top, right, bottom."""
 
 
 def cell_of(pictures: Tensor) -> int:

@@ -41,12 +41,12 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
 
 
 def training_seconds(row: dict[str, Any]) -> float:
-    """What an epoch took, evaluation apart."""
+    """Seconds of an epoch, evaluation apart."""
     return row["step_time"] - row.get("time/evaluate", 0.0)
 
 
 def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Where the time went, over all logged epochs."""
+    """Seconds of each stage, over all logged epochs."""
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in rows) for name in STAGES}
 
 

@@ -33,7 +33,7 @@ def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
     # Where something is missing anyway, what a run would have to fetch is worth knowing too.
     attempt(lambda: family.check(config, may_fetch=not problems))
     prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
-    # Without a file of its own evaluation may draw what training does, and one missing list is told once.
+    # Without a file of its own evaluation may draw what training does, and one missing list is named once.
     held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else None
     # Some rewards have nothing to say of some prompts; better told now than found after a run.
     for function in rewards.functions.values() if rewards else ():
@@ -49,7 +49,7 @@ def _any(texts: Sequence[str]) -> None:
 
 
 def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
-    """What evaluation draws: the file it names; else what training does, or where that is the model's own list, its
+    """Prompts of evaluations: the file it names; else those of training, or where that is the model's own list, its
     held-out ones.
     """
     if config.eval.prompts:

@@ -1,4 +1,4 @@
-"""What a run writes and shows while it goes on: metrics, trackers, messages, progress."""
+"""Metrics, trackers, messages and progress of a run while it goes on."""
 
 import json
 import math
@@ -40,7 +40,7 @@ BLOCKS = 24
 
 
 class Logger:
-    """Where a run writes. On ranks other than the first nothing is written or shown."""
+    """Writes to the run's folder, trackers and terminal. On ranks other than the first nothing is written or shown."""
 
     def __init__(
         self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int, quiet: bool = False
@@ -101,7 +101,7 @@ class Logger:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """What goes into the run's folder: a full disk, a missing permission and the like are one line."""
+        """For writing into the run's folder: a full disk, a missing permission and the like become one line."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -111,7 +111,7 @@ class Logger:
             raise InputError("log.dir", self.folder, f"cannot be written to ({why})") from None
 
     def _thread_failed(self, failure: Any) -> None:
-        """TensorBoard writes in a thread. What it fails with is raised at the next call, and is told there."""
+        """TensorBoard writes in a thread. Its error is raised again at the next call, and handled there."""
         if not (issubclass(failure.exc_type, OSError) and type(failure.thread).__name__ == "_AsyncWriterThread"):
             self._hook(failure)
 
@@ -166,7 +166,7 @@ class Logger:
 
 
 def time_split(row: dict[str, Any]) -> str:
-    """Where an epoch's time went, a piece of a bar for each stage; and how fast the model was called."""
+    """An epoch's time as text, a piece of a bar for each stage; and the speed of the model's calls."""
     spent = {name: row.get(f"time/{name}") or 0.0 for name in STAGES}
     total = sum(spent.values()) or 1.0
     shown = {name: seconds for name, seconds in spent.items() if seconds >= max(0.05, 0.01 * total)}

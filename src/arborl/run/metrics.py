@@ -66,7 +66,7 @@ def std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:
 
 
 def stderr(scores: Float[Tensor, "prompts leaves"]) -> float:
-    """How far chance among prompts moves a mean: a prompt's leaves share its difficulty, so its mean counts once."""
+    """The standard error of a mean over prompts: a prompt's leaves share its difficulty, so its mean counts once."""
     means = scores.nanmean(1)
     means = means[~means.isnan()]
     return float(means.std() / len(means) ** 0.5) if len(means) > 1 else math.nan

@@ -10,7 +10,7 @@ LOCK = ".lock"
 
 
 def epoch_name(epoch: int) -> str:
-    """What is kept of an epoch begins with this: a tree, a sheet of samples, a checkpoint."""
+    """The beginning of an epoch's file names: a tree, a sheet of samples, a checkpoint."""
     return f"epoch_{epoch:06d}"
 
 

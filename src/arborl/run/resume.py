@@ -21,13 +21,13 @@ from .setup import start_accelerator
 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
 FREE_ON_RESUME = ("model.path", "prompts.path", "prompts.cache", "prompts.batch_size")
-"""Where things lie may change from one machine to the next, as long as they are the same things; of prompts that is
+"""Paths may change from one machine to the next, as long as they lead to the same things; of prompts that is
 checked.
 """
 
 
 class Started(NamedTuple):
-    """How to begin: with which settings, and from which run if not from the start."""
+    """The settings to begin with, and the run to go on from, if there is one."""
 
     config: Config
     resume: Path | None

@@ -14,8 +14,9 @@ LIMITS = {
     "edges": (0.4, 0.0),
     "diversity": (0.1, 0.0),
 }
-"""What share of a statistic's first value must be left, and what may be added to it. Leaves grow alike in any run that
-learns (on the scenes to a fifth of their first diversity), so much less of it must be left."""
+"""The share of a statistic's first value that must be left, and the amount that may be added. Leaves grow alike in any
+run that learns (on the scenes to a fifth of their first diversity), so much less of it must be left.
+"""
 
 
 def evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
@@ -33,7 +34,7 @@ def best(rows: Sequence[Mapping[str, Any]], name: str, aim: float = 1.0) -> Mapp
 
 
 def hacking(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, float], watched: Sequence[str]) -> list[str]:
-    """What got worse while a trained reward went where it aims, by the newest of some rows; nothing while all is well.
+    """Rewards and statistics that got worse while a trained reward improved, by the newest row; empty if none did.
 
     A reward has changed if it did by more than two standard errors: a trained one since the first evaluation, a watched
     one since its best. A statistic of the pictures has when it left `LIMITS`.

@@ -1,4 +1,4 @@
-"""Everything a run is made of, from its first epoch to its last: the loop in `trainer.py` stays a page long."""
+"""A run from its first epoch to its last, as the loop in `trainer.py` calls it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def epochs(self) -> int | None:
-        """How many there will be; None where the clock decides."""
+        """The number of epochs; None where the clock decides."""
         return None if self.config.train.max_seconds else self.config.train.epochs
 
     def goes_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""When a run saves its checkpoints, and how all ranks leave when it cannot."""
+"""Checkpoints of a running run: saved when they are due; all ranks leave when one cannot be written."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

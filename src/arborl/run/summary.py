@@ -57,7 +57,7 @@ def sum_up(
 
 
 def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
-    """Where to look: the same captions before and after, and one tree."""
+    """Name the files to look at: the same captions before and after, and one tree."""
     assert evaluations.newest
     before, after = (logger.folder / SAMPLES / f"{epoch_name(epoch)}.png" for epoch in (0, epochs))
     if epochs and before.is_file() and after.is_file():

@@ -1,4 +1,4 @@
-"""Where a run's numbers and pictures go besides its folder: TensorBoard, W&B and trackio, each through accelerate."""
+"""A run's numbers and pictures in TensorBoard, W&B and trackio, each through accelerate."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 
 PROJECT = "arborl"
-"""What trackers file runs under; for TensorBoard a folder in the run's."""
+"""The project that trackers file runs under; for TensorBoard a folder in the run's."""
 EXTRAS = ("tensorboard", "wandb", "trackio")
 LONGEST = 4096
 """Pixels of a drawing's longer side, so that a browser can show it; the run's folder has it as it was drawn."""
@@ -64,7 +64,7 @@ def check_login(names: list[str]) -> None:
 
 @contextmanager
 def wandb_told(names: list[str]) -> Iterator[None]:
-    """What W&B fails with at the start is one line that says how to go on without it."""
+    """An error of W&B at the start becomes one line that says how to go on without it."""
     if "wandb" not in names:
         yield
         return

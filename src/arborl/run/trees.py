@@ -114,7 +114,7 @@ def first_tree(
     stats: Stats,
     batch_size: int,
 ) -> TreeFile:
-    """What is kept of a rollout's first prompt; its x̂0 and ratios must be there."""
+    """The file of a rollout's first prompt; its x̂0 and ratios must be there."""
     assert rollout.x0 is not None
     assert stats.ratios is not None
     shown = rollout.plan.preview_nodes

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the method: files, web server, imports by name, quiet libraries, caches."""
+"""Helpers without knowledge of the method: files, web server, imports by name, quiet libraries, caches."""

@@ -1,4 +1,4 @@
-"""Loading a pipeline prints much that concerns nobody: bars for tiny parts, hints about other packages."""
+"""Quiet loading of pipelines, which print progress bars of tiny parts and hints about other packages."""
 
 import sys
 from collections.abc import Iterator

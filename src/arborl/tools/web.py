@@ -12,7 +12,7 @@ from ..core.errors import InputError
 
 
 def serve_at(host: str, port: int, app: Starlette, announce: Callable[[str], None]) -> None:
-    """Serve until interrupted. Port 0 takes a free one; `announce` is told the address once it can be asked."""
+    """Serve until interrupted. Port 0 takes a free one; `announce` gets the address once the server answers."""
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -114,7 +114,7 @@ class MixtureModel(Model):
 
 
 def place(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
-    """How near the mixture model's dot is to the corner its prompt names: 1 on it, 0 far off. NaN if none is named."""
+    """Nearness of the mixture model's dot to the corner its prompt names: 1 on it, 0 far off. NaN if none is named."""
     if images.shape[-2:] != (PIXELS, PIXELS):
         raise RewardFailed(f"the place reward reads {PIXELS}×{PIXELS} pictures of the mixture model")
     x, y = (axis.to(images) for axis in pixel_grid())

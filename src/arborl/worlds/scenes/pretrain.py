@@ -24,7 +24,7 @@ TRAIN_TIMESTEPS = 1000
 EMPTY = 0.1
 """Share of captions left out, so that guidance works."""
 ZERO_TOKENS = 256
-"""What diffusers appends to a caption where there is no T5, unless it is told otherwise."""
+"""Tokens that diffusers appends to a caption where there is no T5, by default."""
 JITTER, TINT = 0.02, 0.03
 """Standard deviations of an object's place, in picture sides, and of colours; no draw is off by more than two."""
 

@@ -11,7 +11,7 @@ SIDE = 64
 
 
 def masks(scenes: Int[Tensor, "n 5"], centres: Float[Tensor, "n 2"], side: int = SIDE) -> Float[Tensor, "n side side"]:
-    """How much of each pixel the object of each scene covers, the object centred where `centres` says."""
+    """The share of each pixel that each scene's object covers, the object centred where `centres` says."""
     axis = (torch.arange(side, device=centres.device, dtype=centres.dtype) + 0.5) / side
     radius = torch.tensor(list(SIZES.values())).to(centres)[scenes[:, SIZE], None, None]
     x = (axis[None, None, :] - centres[:, 0, None, None]) / radius

@@ -1,4 +1,4 @@
-"""How much of its caption a picture makes come true, told from the picture alone.
+"""The share of its caption that a picture makes come true, read from the picture alone.
 
 The background is what most of the picture is; the object is what differs from it. Only then is the caption read: four
 parts in [0, 1], each about words of its own, averaged by whoever asked. Nothing here needs the model that drew.
@@ -73,7 +73,7 @@ def parts(images: Float[Tensor, "n 3 side side"], scenes: Int[Tensor, "n 5"]) ->
 
 
 class Seen(NamedTuple):
-    """What is in a picture, before anyone says what should be."""
+    """Measurements of a picture, made without its caption."""
 
     paper: Float[Tensor, "n 3 1 1"]  # the background's colour
     mask: Float[Tensor, "n side side"]  # the object: 1 inside, 0 outside, between them at its edge
@@ -155,7 +155,7 @@ def _grow(mask: Bool[Tensor, "n side side"], by: int) -> Float[Tensor, "n side s
 def _distance_to_blend(
     images: Float[Tensor, "n 3 side side"], paper: Float[Tensor, "n 3 1 1"], ink: Float[Tensor, "n 3"]
 ) -> Float[Tensor, "n side side"]:
-    """How far each pixel is from every mixture of two colours, such as an object's edge has."""
+    """Each pixel's distance to the nearest mixture of two colours, such as an object's edge has."""
     way = ink[:, :, None, None] - paper
     along = ((images - paper) * way).sum(1, keepdim=True) / way.square().sum(1, keepdim=True).clamp(min=1e-6)
     return (images - paper - along.clamp(0, 1) * way).square().sum(1).sqrt()
