@@ -28,7 +28,7 @@ from arborl.config.schema import Config
 from arborl.core.noise import fold
 from arborl.core.prune import prune
 from arborl.core.tree import Plan
-from arborl.engine.autotune import forget_peak, memory_in_use
+from arborl.engine.autotune import peak_memory, reset_peak_memory
 from arborl.engine.cost import BACKWARD_COST
 from arborl.engine.method import make_plan, pruning, window_positions
 from arborl.engine.rollout import Rollout, predict, sample_trees, trained_batch
@@ -132,7 +132,7 @@ class Bench:
         middle = min((config.sample.num_steps - config.tree.w) // 2, window_positions(config, self.schedule) - 1)
         plan, logger, model = make_plan(config, self.schedule, middle), self.run.logger, self.model
         key, local = fold(config.seed, middle), self.run.local_prompts()
-        forget_peak(self.run.accelerator.device)
+        reset_peak_memory(self.run.accelerator.device)
         logger.seconds.clear()
         with logger.stage("encode"):
             cond = model.encode(local.prompts.texts)
@@ -155,7 +155,7 @@ class Bench:
         parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed
         calls = {"rollout": row.forwards, "update": BACKWARD_COST * parents}
         row.share = {name: self.run.flops * n / logger.seconds[name] / self.peak for name, n in calls.items()}
-        row.memory, row.ratio = memory_in_use(self.run.accelerator.device) / 2**30, float(stats.ratio_error)
+        row.memory, row.ratio = peak_memory(self.run.accelerator.device) / 2**30, float(stats.ratio_error)
         print(json.dumps(asdict(row)), flush=True)
         return row
 

@@ -20,7 +20,7 @@ from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
 from arborl.data.prompts import split_prompts
 from arborl.doctor import Subject, examine
-from arborl.engine.autotune import Trial, choose, geometry, rows, trials
+from arborl.engine.autotune import Trial, choose, geometry, max_rows, trials
 from arborl.engine.checks import Finding, pictures, spread, spread_of
 from arborl.models import load_model
 from arborl.trainer import train
@@ -295,7 +295,7 @@ class TestMicroBatches:
         how = split_prompts(config.sample, processes)
         assert how.per_process * processes >= how.total >= 1
         assert (how.per_process - 1) * processes < how.total
-        assert all(value >= 1 for value in rows(config, processes).values())
+        assert all(value >= 1 for value in max_rows(config, processes).values())
         counts = [int(number) for line in geometry(config, processes) for number in re.findall(r"\d+", line)]
         assert min(counts) >= 1
 

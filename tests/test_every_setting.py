@@ -215,7 +215,7 @@ def server(status: int = 200, seconds: float = 0.0) -> Iterator[tuple[str, list[
 def asked(overrides: list[str], folder: Path, **how: float) -> Any:
     """What a server is asked for two pictures, with which token, and whether they get their scores."""
     with server(**how) as (url, seen), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
-        patch.setattr(remote, "WAIT", 0.01)
+        patch.setattr(remote, "RETRY_SECONDS", 0.01)
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setenv("ANOTHER_TOKEN", "secret")
         rewards = rewards_of(load_config("mixture", ["rewards=none", f"rewards.far.url={url}", *overrides]))

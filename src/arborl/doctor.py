@@ -25,7 +25,17 @@ from .data.prompts import LocalPrompts, Prompts, PromptSplit, local_prompts, spl
 from .distributed.fsdp import local
 from .distributed.gather import gather, unequal_weights
 from .engine import checks
-from .engine.autotune import Trial, call, choose, forget_peak, memory_in_use, memory_there_is, rows, shown, trials
+from .engine.autotune import (
+    Trial,
+    available_memory,
+    choose,
+    describe,
+    max_rows,
+    peak_memory,
+    reset_peak_memory,
+    stage_call,
+    trials,
+)
 from .engine.batches import settled
 from .engine.checks import Finding, amount
 from .engine.cost import work
@@ -38,12 +48,12 @@ from .run.resume import checkpoint_of
 from .run.setup import Assembled, assemble, prepare, start_accelerator
 from .trainer import run_epochs
 
-PROMPTS = 2
+PROMPTS_PER_PROCESS = 2
 """Prompts that each process looks at."""
-FROZEN = "these weights stay as they are: are they frozen, switched off, or not in the forward pass?"
-FEW_STEPS = 5
+FROZEN_ADVICE = "these weights stay as they are: are they frozen, switched off, or not in the forward pass?"
+MIN_CANARY_STEPS = 5
 """Optimizer steps that a canary needs to tell anything."""
-PLACES = 5
+MAX_WINDOWS = 5
 """Places of the window that are tried, at most."""
 
 
@@ -87,8 +97,8 @@ class Subject:
         if run is not None:
             load_weights(self.state.parameters, weights_of(checkpoint_of(run)))
         self.device = accelerator.device
-        forget_peak(self.device)
-        how = PromptSplit(PROMPTS * accelerator.num_processes, PROMPTS)
+        reset_peak_memory(self.device)
+        how = PromptSplit(PROMPTS_PER_PROCESS * accelerator.num_processes, PROMPTS_PER_PROCESS)
         self.local: LocalPrompts = local_prompts(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
         self.cond = self.model.encode(self.local.prompts.texts)
         self.key = fold(config.seed, 0)
@@ -139,7 +149,7 @@ class Subject:
         try:
             stats = update(self.model, state, accelerator, rollout, advantage, keep, config, self.key, self.local)
         except InputError as error:
-            yield Finding("gradients", str(error), False, FROZEN)
+            yield Finding("gradients", str(error), False, FROZEN_ADVICE)
             return
         moved = [name for name, p in state.parameters.items() if not torch.equal(local(p).detach().cpu(), before[name])]
         drifted = [] if apart else unequal_weights(state.parameters, accelerator)
@@ -156,7 +166,7 @@ class Subject:
             + (f"; not reached: {', '.join(missed[:4])}" if missed else "")
             + (f"; {stats.nonfinite} steps were not finite" if stats.nonfinite else ""),
             not missed and moved_anywhere > 0 and not stats.nonfinite and math.isfinite(stats.grad_norm),
-            FROZEN if not stats.nonfinite else "a gradient is not finite: try train.mixed_precision=no",
+            FROZEN_ADVICE if not stats.nonfinite else "a gradient is not finite: try train.mixed_precision=no",
         )
         if accelerator.num_processes == 1:
             yield Finding("processes", "one: there are no others to agree with", None)
@@ -174,7 +184,7 @@ class Subject:
 
     def pictures(self, rollout: Rollout) -> tuple[tuple[Tensor, Prompts], Finding]:
         """A few leaves of every prompt, decoded, with their prompts."""
-        leaves = rollout.leaves[:, : max(2, 8 // PROMPTS)]
+        leaves = rollout.leaves[:, : max(2, 8 // PROMPTS_PER_PROCESS)]
         size = settled(self.config.sample.decode_batch_size)
         made, finding = checks.pictures(self.model, leaves.flatten(0, 1), size)
         return (made, self.local.prompts.repeat(leaves.shape[1])), finding
@@ -182,7 +192,9 @@ class Subject:
     def spread(self, rollout: Rollout) -> Finding:
         """The spread of the leaves' scores, with the window at some of its places."""
         around = places(self.config)
-        chosen = [around[round(i * (len(around) - 1) / max(1, PLACES - 1))] for i in range(min(PLACES, len(around)))]
+        chosen = [
+            around[round(i * (len(around) - 1) / max(1, MAX_WINDOWS - 1))] for i in range(min(MAX_WINDOWS, len(around)))
+        ]
         found: dict[int, checks.Spread] = {}
         now = window_of(self.config, rollout.plan, 0)
         for epoch, plan in [(0, rollout.plan), *chosen]:
@@ -200,14 +212,14 @@ class Subject:
     def speed(self) -> Iterator[Finding]:
         """Micro-batches that fit, and what an epoch will take."""
         config, accelerator = self.config, self.accelerator
-        self.peak = memory_in_use(self.device)  # of all that was done so far, in the configured micro-batches
-        most = rows(config, accelerator.num_processes)
+        self.peak = peak_memory(self.device)  # of all that was done so far, in the configured micro-batches
+        most = max_rows(config, accelerator.num_processes)
         prompt = self.local.prompts.texts[0]
-        total = memory_there_is(self.device)
+        total = available_memory(self.device)
         for key in ("sample.batch_size", "train.batch_size"):
             section, name = key.split(".")
             size = settled(getattr(getattr(config, section), name))
-            stage = call(key, self.model, self.state, accelerator, config, prompt)
+            stage = stage_call(key, self.model, self.state, accelerator, config, prompt)
             tried = trials(key, stage, most[key], self.device, accelerator, size)
             best, own = choose(tried), _at(tried, size)
             self.seconds[key] = own.seconds
@@ -215,7 +227,7 @@ class Subject:
             gain, fits = own.seconds / best.seconds, size < min((t.size for t in tried if not t.fits), default=math.inf)
             yield Finding(
                 key,
-                f"{size}; a row takes with {shown(tried)} (an epoch has {most[key]} at the most)",
+                f"{size}; a row takes with {describe(tried)} (an epoch has {most[key]} at the most)",
                 (None if gain > 1.25 else True) if fits else False,
                 f"{key}={best.size} is {gain:.1f} times as fast a row" if fits else f"{key}={best.size} is what fits",
             )
@@ -239,7 +251,7 @@ class Subject:
             None,
         )
         latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * places(config)[0][1].nodes
-        peak = self.peak + max(0, share - PROMPTS) * latents
+        peak = self.peak + max(0, share - PROMPTS_PER_PROCESS) * latents
         yield Finding(
             "memory",
             f"{amount(peak)} at the worst, of {amount(total)}",
@@ -282,7 +294,7 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
     early = "too few steps to tell: give it longer, with --canary"
     if rose:
         return Finding("canary", "; ".join(said), True if len(said) == 1 else None, slowly)
-    few = steps < FEW_STEPS
+    few = steps < MIN_CANARY_STEPS
     return Finding("canary", "; ".join(said), None if few else False, early if few else never)
 
 

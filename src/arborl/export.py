@@ -126,7 +126,7 @@ class Trained:
     dtype: torch.dtype
     rounded: bool  # to bfloat16, in memory, in arithmetic or in what was written
 
-    def lost(self, module: nn.Module) -> list[str]:
+    def missing(self, module: nn.Module) -> list[str]:
         """Names of weights that a plain pipeline's module does not have as they were written.
 
         A picture alone could not tell, where little was learnt or much is rounded.
@@ -206,7 +206,7 @@ def _check(family: type[PipelineModel], config: Config, folder: Path, trained: T
     with quiet_libraries():  # they tell at length which parts a LoRA has nothing for
         if trained.layers:
             pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-        lost = trained.lost(getattr(pipe, family.trained_component))
+        lost = trained.missing(getattr(pipe, family.trained_component))
         pipe.scheduler = family.ode_scheduler(config)
         call = trained.call | {"latents": trained.call["latents"].to(trained.device, trained.dtype)}
         if trained.device.type == "cuda":

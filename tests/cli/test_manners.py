@@ -14,9 +14,9 @@ import arborl
 from arborl.cli import main
 from arborl.cli.app import app, out
 from arborl.cli.completion import reward_names
-from arborl.cli.suggestions import print_next
+from arborl.cli.suggestions import print_suggestions
 from arborl.rewards.catalog import BUILT_IN
-from arborl.tools.files import is_taken, take
+from arborl.tools.files import is_locked, lock
 
 BIN = Path(sys.executable).parent
 
@@ -49,7 +49,7 @@ def test_alone_it_says_what_to_do_next(run: Path, capsys):
     (run / "summary.json").write_text("{")
     assert "damaged" in said()
     (run / "summary.json").unlink()
-    with take(run / ".lock"):
+    with lock(run / ".lock"):
         running = said()
     assert "2 epochs so far, it is running" in running
     assert "arborl report --live runs/mine" in running
@@ -69,7 +69,7 @@ def test_alone_it_says_what_to_do_next(run: Path, capsys):
 
 
 def test_everything_it_names_exists(run: Path, capsys):
-    print_next(out)
+    print_suggestions(out)
     for line in capsys.readouterr().out.splitlines():
         words = line.split()
         if words[:1] == ["arborl"] and not words[1].startswith("-"):
@@ -180,10 +180,10 @@ def test_a_run_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     small = ["train.epochs=1", "sample.num_prompts=2", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]"]
     assert ended("train", "-c", "mixture", "run_name=x", *small) == 0
-    assert not is_taken(Path("runs/x/.lock"))
+    assert not is_locked(Path("runs/x/.lock"))
     before = Path("runs/x/metrics.jsonl").read_bytes()
-    with take(Path("runs/x/.lock")):
-        assert is_taken(Path("runs/x/.lock"))
+    with lock(Path("runs/x/.lock")):
+        assert is_locked(Path("runs/x/.lock"))
         capsys.readouterr()
         assert ended("train", "--resume", "runs/x", "train.epochs=2") == 2
         assert "error: run=runs/x: another process is writing to it" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from arborl.compare.results import Point, mean_curve, pareto, reached, score_at
 from arborl.compare.runs import command_of, cost_of
 from arborl.config import save_config
 from arborl.core.errors import InputError
-from arborl.tools.files import is_taken
+from arborl.tools.files import is_locked
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
 SMALL = ("eval.num_prompts=8", "sample.num_prompts=2", "log.record_every=0")
@@ -293,14 +293,14 @@ class TestCommand:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not list(out.rglob("metrics.jsonl")):
             time.sleep(0.1)
-        running = [log for log in out.rglob("*.log") if is_taken(log)]
+        running = [log for log in out.rglob("*.log") if is_locked(log)]
         assert running
         assert run(*given) == 2
         assert "is being written by another process" in capsys.readouterr().err
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=120)
         assert process.returncode == 130
-        assert not any(is_taken(log) for log in running)
+        assert not any(is_locked(log) for log in running)
 
     def test_equal_seconds(self, tmp_path: Path):
         assert run(*arguments(tmp_path, "--seconds", "0.5", "--workers", "2")) == 0

@@ -27,7 +27,7 @@ def test_pictures_are_decoded_while_servers_score_others():
         return decode(latents)
 
     class Server:
-        elsewhere = True
+        is_remote = True
 
         def __call__(self, images, prompts, columns):
             assert further.wait(20)

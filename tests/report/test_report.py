@@ -20,10 +20,10 @@ from arborl.compare.results import Point, Row
 from arborl.config import load_config, read_config, save_config
 from arborl.engine.method import plan_at
 from arborl.report import read, write_report
-from arborl.report.data import ROWS, _as_the_run_saw, _some, columns
+from arborl.report.data import MAX_ROWS, _as_the_run_saw, _some, columns
 from arborl.report.live import app
 from arborl.report.page import render
-from arborl.report.pictures import spread, spread_within
+from arborl.report.pictures import evenly_within, spread
 from arborl.run.folder import read_metrics
 from arborl.run.trees import TreeFile
 from arborl.trainer import train
@@ -360,12 +360,12 @@ def test_the_data_is_json_and_small(run: Path):
 def test_many_recorded_epochs_are_thinned_evenly():
     items = [{"epoch": epoch, "text": "x" * 90} for epoch in range(100)]
     size = len(json.dumps(items[50]))
-    few = spread_within(items, 10 * size)
+    few = evenly_within(items, 10 * size)
     assert [few[0]["epoch"], few[-1]["epoch"]] == [0, 99]
     assert 9 <= len(few) <= 10
-    assert len(spread_within(items, 10**9)) == 100
-    assert [item["epoch"] for item in spread_within(items, 1)] == [0, 99]
-    assert spread_within([], 5) == spread_within(items[:0], 0) == []
+    assert len(evenly_within(items, 10**9)) == 100
+    assert [item["epoch"] for item in evenly_within(items, 1)] == [0, 99]
+    assert evenly_within([], 5) == evenly_within(items[:0], 0) == []
     assert spread(items[:1], 48) == items[:1]
 
 
@@ -419,7 +419,7 @@ def test_long_runs_stay_small():
     ]
     some = _some(rows, {7777})
     assert rows[7777] in some, "a tree of that epoch is shown"
-    assert len(some) <= ROWS + 202
+    assert len(some) <= MAX_ROWS + 202
     assert [row["epoch"] for row in some if "eval/p" in row] == list(range(0, 20_000, 100))
     assert some[-1] is rows[-1]
     assert len(json.dumps(columns(some))) < 100_000

@@ -229,9 +229,9 @@ def process(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAIT", 0.02)
-    monkeypatch.setattr(remote, "PROBE", 0.5)
-    monkeypatch.setattr(client_module, "PROBE", 0.5)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(client_module, "PROBE_SECONDS", 0.5)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -420,7 +420,7 @@ class TestServersThatFail:
         assert scores.tolist() == list(range(12))
 
     def test_waits_double(self, fake: str, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(remote, "WAIT", 0.1)
+        monkeypatch.setattr(remote, "RETRY_SECONDS", 0.1)
         start = time.monotonic()
         with pytest.raises(RewardFailed, match=r"answers 500: as asked and more$"):
             client(f"{fake}/status500", retries=3)(*numbered(1))

@@ -9,7 +9,7 @@ import click
 from ..core.errors import InputError
 from . import compare, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
 from .app import app
-from .exits import end_with_launcher, leave, lost_contact, one_line, ranks_have_met
+from .exits import exit_with_launcher, is_lost_connection, leave, one_line, ranks_connected
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     on = f" on rank {rank}" if rank else ""
     if several:
-        end_with_launcher()
+        exit_with_launcher()
     try:
         sys.exit(app.main(arguments, prog_name="arborl", standalone_mode=False) or 0)
     except click.UsageError as error:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     except InputError as error:
         # Before the ranks meet every one finds what is wrong with the settings: one on each machine says so. Later only
         # those come here whose error nobody else has told.
-        if ranks_have_met() or os.environ.get("LOCAL_RANK", "0") == "0":
+        if ranks_connected() or os.environ.get("LOCAL_RANK", "0") == "0":
             click.echo(f"error{on}: {error}", err=True)
         leave(2)
     except Exception as error:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         if isinstance(error, OtherRankFailed):
             click.echo(f"stopped{on}: {error}", err=True)
-        elif lost_contact(error):
+        elif is_lost_connection(error):
             click.echo(f"stopped{on}: another process is gone ({str(error).splitlines()[0]})", err=True)
         else:
             traceback.print_exc()

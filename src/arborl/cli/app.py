@@ -22,9 +22,9 @@ out = Console(highlight=False)
 def app(context: click.Context) -> None:
     """Reinforcement learning on denoising trees, for diffusion and flow models."""
     if context.invoked_subcommand is None:
-        from .suggestions import print_next
+        from .suggestions import print_suggestions
 
-        print_next(out)
+        print_suggestions(out)
 
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completion.settings)

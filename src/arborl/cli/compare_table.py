@@ -52,7 +52,7 @@ def run_comparison(
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
     failed: dict[str, str] = {}
     try:
-        with Shown(runs) as shown:
+        with ProgressTable(runs) as shown:
             failed = execute(runs, workers, shown.update)
     except KeyboardInterrupt:
         done = sum(run.finished for run in runs)
@@ -86,7 +86,7 @@ def _planned(runs: Sequence[Run], protocol: Protocol) -> Table:
     return table
 
 
-class Shown:
+class ProgressTable:
     """Progress: bars on a terminal, a line for each finished run elsewhere."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -96,10 +96,10 @@ class Shown:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.whole = self.progress.add_task("runs", total=len(runs))
+        self.overall = self.progress.add_task("runs", total=len(runs))
         self.tasks: dict[Path, TaskID] = {}
 
-    def __enter__(self) -> "Shown":
+    def __enter__(self) -> "ProgressTable":
         self.progress.start()
         return self
 
@@ -107,7 +107,7 @@ class Shown:
         self.progress.stop()
 
     def update(self, running: list[Run], done: list[Run], failed: dict[str, str]) -> None:
-        self.progress.update(self.whole, completed=len(done) + len(failed))
+        self.progress.update(self.overall, completed=len(done) + len(failed))
         for run in running:
             if run.folder not in self.tasks:
                 epochs = run.config.train.epochs if not run.config.train.max_seconds else None

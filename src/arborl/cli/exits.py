@@ -24,7 +24,7 @@ def one_line(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """A launcher that is killed leaves its ranks at work, and a run that goes on meanwhile has two writers. On Linux a
     process may ask for a signal: all of them then leave together, with a checkpoint.
     """
@@ -32,7 +32,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def lost_contact(error: Exception) -> bool:
+def is_lost_connection(error: Exception) -> bool:
     """Whether an error only says that another process does not answer any more."""
     from torch.distributed import DistError
 
@@ -42,7 +42,7 @@ def lost_contact(error: Exception) -> bool:
     return isinstance(error, DistError) or bool(gloo)
 
 
-def ranks_have_met() -> bool:
+def ranks_connected() -> bool:
     from accelerate import PartialState
 
     return bool(PartialState._shared_state)

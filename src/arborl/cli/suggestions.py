@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..run.paths import CONFIG, LOCK, METRICS, SUMMARY
-from ..tools.files import is_taken
+from ..tools.files import is_locked
 
 FIRST = {
     "arborl plan": "the default tree, and what an epoch of it costs; loads nothing",
@@ -20,7 +20,7 @@ FIRST = {
 }
 
 
-def print_next(out: Console, base: Path = Path("runs")) -> None:
+def print_suggestions(out: Console, base: Path = Path("runs")) -> None:
     """The next commands to try, from what lies in runs/. Imports nothing heavy: it must answer at once."""
     out.print(f"[bold]ArboRL {__version__}[/bold], reinforcement learning on denoising trees\n")
     steps, run = dict(FIRST), newest_run(base)
@@ -61,7 +61,7 @@ def _standing(run: Path) -> tuple[str, dict[str, str]]:
         }
     lines = (run / METRICS).read_bytes().count(b"\n") if (run / METRICS).is_file() else 0
     steps = {f"arborl report --live {name}": "watch it in the browser"}
-    if not is_taken(run / LOCK):
+    if not is_locked(run / LOCK):
         steps[f"arborl train --resume {name}"] = "go on with it"
     state = f"{lines} epochs so far, {'it is running' if len(steps) == 1 else 'it was cut off'}"
     return state, steps | {f"arborl doctor --run {name}": "is something wrong with it?"}

@@ -27,12 +27,12 @@ from ..engine.method import check_plan
 from ..run.checkpoint import checkpoints
 from ..run.folder import changes
 from ..run.paths import CHECKPOINTS, CONFIG, METRICS, SUMMARY
-from ..tools.files import is_taken
+from ..tools.files import is_locked
 from . import worker
 
-OWN = ("seed", "run_name", "train.epochs", "train.max_seconds", "log.dir", "log.save_every", "log.keep")
+COMPARISON_SETS = ("seed", "run_name", "train.epochs", "train.max_seconds", "log.dir", "log.save_every", "log.keep")
 """Settings that a comparison makes itself."""
-SHARED = ("model.", "rewards.", "prompts.", "eval.", "sample.resolution")
+SAME_IN_ALL_CELLS = ("model.", "rewards.", "prompts.", "eval.", "sample.resolution")
 """Settings that must be the same in all cells, or their scores could not be compared."""
 
 
@@ -69,7 +69,7 @@ class Cell:
 def check_settings(settings: Sequence[str]) -> None:
     for text in settings:
         key, _, value = text.partition("=")
-        if key.lstrip("+") in OWN:
+        if key.lstrip("+") in COMPARISON_SETS:
             raise InputError(key, value, "is what a comparison decides itself", "other settings; --seeds, --compute")
 
 
@@ -102,7 +102,7 @@ class Run:
         return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
-MANY = 1_000_000
+UNLIMITED_EPOCHS = 1_000_000
 """Epochs of a run that the clock ends."""
 
 
@@ -123,7 +123,7 @@ def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Run]
     for run in runs[1 : len(cells)]:
         for text in changes(runs[0].config, run.config):
             key = text.split(":")[0]
-            if key.startswith(SHARED) and key not in ("eval.every", "model.train") and ".lora." not in key:
+            if key.startswith(SAME_IN_ALL_CELLS) and key not in ("eval.every", "model.train") and ".lora." not in key:
                 problem = f"is not the same in all cells ({text}, of {run.cell.text!r})"
                 raise InputError(key, None, problem, "the same for all, as with --set")
     return runs
@@ -143,7 +143,7 @@ def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path, *extra: str)
         epochs = epochs_within(config, protocol.compute)
         length, every = [f"train.epochs={epochs}"], max(1, epochs // protocol.points)
     else:
-        length, every = [f"train.max_seconds={protocol.seconds}", f"train.epochs={MANY}"], 10
+        length, every = [f"train.max_seconds={protocol.seconds}", f"train.epochs={UNLIMITED_EPOCHS}"], 10
     if not any(text.startswith("eval.every=") for text in settings):
         length.append(f"eval.every={every}")
     config, settings = config_of(cell, protocol, seed, out, *extra, *length, f"log.save_every={every}")
@@ -173,14 +173,14 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
 
 def command_of(run: Run) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
-    if is_taken(log_of(run)):
+    if is_locked(log_of(run)):
         raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
     if run.folder.is_dir() and not checkpoints(run.folder / CHECKPOINTS):
         shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
     return ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
 
 
-class Room:
+class Capacity:
     """Whether another run fits beside those that are running."""
 
     def __init__(self, workers: int | None) -> None:
@@ -189,14 +189,14 @@ class Room:
         self.on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
     @property
-    def most(self) -> int:
+    def max_runs(self) -> int:
         return self.workers or self.cores
 
-    def for_another(self, running: Sequence[Run], at_start: dict[Path, int]) -> bool:
+    def fits_another(self, running: Sequence[Run], at_start: dict[Path, int]) -> bool:
         if not running or self.workers or not self.on_gpu:
-            return len(running) < self.most
+            return len(running) < self.max_runs
         # What a run needs is known once it has done an epoch; the next may start when a little more than that is free.
-        if len(running) >= self.most or any(run.epochs_done <= at_start[run.folder] for run in running):
+        if len(running) >= self.max_runs or any(run.epochs_done <= at_start[run.folder] for run in running):
             return False
         free, total = torch.cuda.mem_get_info()
         return free > 1.2 * (total - free) / len(running)
@@ -225,16 +225,16 @@ def execute(
     An interrupt is passed on once to all running ones, which then leave a checkpoint to go on from. A script that
     calls this needs the usual `if __name__ == "__main__"`, as with all of multiprocessing.
     """
-    room, failed = Room(workers), dict[str, str]()
+    capacity, failed = Capacity(workers), dict[str, str]()
     waiting = [run for run in runs if not run.finished]
     done = [run for run in runs if run.finished]
     running: dict[int, tuple[Run, BaseProcess]] = {}
     at_start: dict[Path, int] = {}
-    threads = max(1, room.cores // min(room.most, len(runs)))
+    threads = max(1, capacity.cores // min(capacity.max_runs, len(runs)))
     with _terminated_like_interrupted():
         try:
             while waiting or running:
-                while waiting and room.for_another([run for run, _ in running.values()], at_start):
+                while waiting and capacity.fits_another([run for run, _ in running.values()], at_start):
                     run = waiting.pop(0)
                     process = _start(run, threads)
                     at_start[run.folder] = run.epochs_done
@@ -255,7 +255,7 @@ def execute(
                     os.kill(pid, signal.SIGINT)
             for run, process in running.values():
                 process.join()
-                while is_taken(log_of(run)):  # the forkserver may be gone before its children
+                while is_locked(log_of(run)):  # the forkserver may be gone before its children
                     time.sleep(0.1)
     on_change([], done, failed)
     return failed

@@ -54,7 +54,7 @@ class Trial(NamedTuple):
         return math.isfinite(self.seconds)
 
 
-def shown(tried: list[Trial]) -> str:
+def describe(tried: list[Trial]) -> str:
     """Trials as one line of text."""
     return ", ".join(f"{t.size}: {1000 * t.seconds:.3g} ms" if t.fits else f"{t.size}: no room" for t in tried)
 
@@ -71,13 +71,13 @@ def find_batch_sizes(
         if section == "train" and state is None:
             continue  # nothing is trained, nothing is asked
         key = f"{section}.{name}"
-        most = config.eval.num_prompts if state is None else rows(config, accelerator.num_processes)[key]
-        stage = call(key, model, state, accelerator, config, prompt)
+        most = config.eval.num_prompts if state is None else max_rows(config, accelerator.num_processes)[key]
+        stage = stage_call(key, model, state, accelerator, config, prompt)
         # A single row would need compiled code of its own.
         tried = trials(key, stage, most, model.device, accelerator, first=2 if model.compiled else 1)
         chosen = choose(tried)
         setattr(holder, name, chosen.size)
-        lines.append(f"{key}=auto: {chosen.size} (a row takes with {shown(tried)})")
+        lines.append(f"{key}=auto: {chosen.size} (a row takes with {describe(tried)})")
     return lines
 
 
@@ -117,9 +117,9 @@ def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator
         "train.batch_size": settled(config.train.batch_size),
         "sample.decode_batch_size": settled(config.sample.decode_batch_size),
     }
-    most = rows(config, accelerator.num_processes)
+    most = max_rows(config, accelerator.num_processes)
     for key, size in sizes.items():
-        call(key, model, state, accelerator, config, prompt)(min(size, max(most[key], model.min_batch_size)))
+        stage_call(key, model, state, accelerator, config, prompt)(min(size, max(most[key], model.min_batch_size)))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
@@ -149,7 +149,7 @@ def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, promp
     return [message] if others else []
 
 
-def rows(config: Config, processes: int = 1) -> dict[str, int]:
+def max_rows(config: Config, processes: int = 1) -> dict[str, int]:
     """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
     plan, prompts = places(config)[0][1], split_prompts(config.sample, processes).per_process
     frontier = max(len(level.parents) for level in plan.levels)
@@ -161,7 +161,7 @@ def rows(config: Config, processes: int = 1) -> dict[str, int]:
     }
 
 
-def call(
+def stage_call(
     key: str, model: Model, state: State | None, accelerator: Accelerator, config: Config, prompt: str
 ) -> Callable[[int], None]:
     """A micro-batch of a stage, of any size, with what it does to memory."""
@@ -259,8 +259,8 @@ def choose(tried: list[Trial]) -> Trial:
     return next(trial for trial in tried if MAX_TIME_SHARE * trial.seconds <= fastest)
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Most bytes since the last `forget_peak`: of tensors on a GPU; else of the whole process, since its start."""
+def peak_memory(device: torch.device) -> int:
+    """Most bytes since `reset_peak_memory`: of tensors on a GPU; else of the whole process, since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -271,12 +271,12 @@ def memory_in_use(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def memory_there_is(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
     """Bytes that this process could have at the most."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -288,7 +288,7 @@ def memory_there_is(device: torch.device) -> int:
 
 def _measure(run: Callable[[int], None], size: int, device: torch.device) -> Trial:
     run(size)  # the first of its shape pays for more than itself
-    forget_peak(device)
+    reset_peak_memory(device)
     best = math.inf
     for _ in range(3):
         start = time.perf_counter()
@@ -296,7 +296,7 @@ def _measure(run: Callable[[int], None], size: int, device: torch.device) -> Tri
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return Trial(size, best / size, memory_in_use(device))
+    return Trial(size, best / size, peak_memory(device))
 
 
 def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
@@ -305,7 +305,7 @@ def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
         return True
     before, last = done[-2:]
     slope = (last.memory - before.memory) / (last.size - before.size)
-    return last.memory + slope * (size - last.size) <= MEMORY_SHARE * memory_there_is(device)
+    return last.memory + slope * (size - last.size) <= MEMORY_SHARE * available_memory(device)
 
 
 def geometry(config: Config, processes: int = 1, split: bool = False) -> list[str]:

@@ -90,7 +90,7 @@ def sample_trees(
                 if before is not None:
                     here = predict_x0(x0_coefficients, parents, x, v)
                     change = (here - before[:, parents - first])[:, slot]
-                    gaussian.mean.add_((_spread(multistep[level.edges], x) * change).flatten(0, 1))
+                    gaussian.mean.add_((_broadcast(multistep[level.edges], x) * change).flatten(0, 1))
                     before = here[:, slot]
                 if stochastic:
                     where = addresses(plan, prompt_ids, plan.child[level.edges], device)
@@ -121,11 +121,11 @@ def predict_x0(
     v: Float[Tensor, "prompts n *latent"],
 ) -> Float[Tensor, "prompts n *latent"]:
     """x̂0, what the model takes the clean sample to be, at some nodes; `coefficients` are the plan's."""
-    a, b = (_spread(c[nodes], x) for c in coefficients)
+    a, b = (_broadcast(c[nodes], x) for c in coefficients)
     return a * x + b * v
 
 
-def _spread(values: Float[Tensor, " n"], x: Float[Tensor, "prompts m *latent"]) -> Tensor:
+def _broadcast(values: Float[Tensor, " n"], x: Float[Tensor, "prompts m *latent"]) -> Tensor:
     """One value a node (or edge), shaped so that it multiplies latents like those of x."""
     return like(values, x).view(-1, *[1] * (x.ndim - 2))
 

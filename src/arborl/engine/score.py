@@ -114,7 +114,7 @@ def decode_and_score(
             if pending:
                 keep(pending.result())
             some = captions.take(index)
-            if rewards.elsewhere:  # servers score these while the next are decoded
+            if rewards.is_remote:  # servers score these while the next are decoded
                 pending = other.submit(torch.no_grad()(rewards.__call__), images, some.texts, some.columns)
             else:
                 keep(rewards(images, some.texts, some.columns))

@@ -21,11 +21,11 @@ from ..run.folder import STAGES, check_is_run, flat, read_metrics, seconds_by_st
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES
 from ..run.reward_hacking import LIMITS, hacking, statistic
 from ..run.trees import TreeFile
-from .pictures import as_webp, spread, spread_within
+from .pictures import as_webp, evenly, evenly_within
 
-TREE_BYTES, SHEET_BYTES, EPOCHS = 4_000_000, 3_000_000, 48
+MAX_TREE_BYTES, MAX_SHEET_BYTES, MAX_EPOCHS = 4_000_000, 3_000_000, 48
 """Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out."""
-ROWS, LOOKS = 1500, 60
+MAX_ROWS, MAX_EVALUATIONS = 1500, 60
 """Lines of metrics that are drawn besides those with an evaluation; and evaluations that are looked at for hacking."""
 
 
@@ -37,7 +37,7 @@ def run_data(folder: Path) -> dict[str, Any]:
     # One that is being written has no JSON yet, and waits for the next look.
     trees = sorted((folder / TREES).glob("epoch_*.json"))
     sheets = _sheet_files(folder)
-    shown = spread_within([_tree(path, path.stat().st_mtime_ns) for path in spread(trees, EPOCHS)], TREE_BYTES)
+    shown = evenly_within([_tree(path, path.stat().st_mtime_ns) for path in evenly(trees, MAX_EPOCHS)], MAX_TREE_BYTES)
     return {
         "kind": "run",
         "name": folder.resolve().name,
@@ -53,7 +53,7 @@ def run_data(folder: Path) -> dict[str, Any]:
         "watch": _watch(rows, weights, config),
         "trees": shown,
         "trees_recorded": len(trees),
-        "sheets": spread_within(sheets_of(folder, EPOCHS), SHEET_BYTES),
+        "sheets": evenly_within(sheets_of(folder, MAX_EPOCHS), MAX_SHEET_BYTES),
         "sheets_recorded": len(sheets),
         "settings": _settings(config),
     }
@@ -62,7 +62,7 @@ def run_data(folder: Path) -> dict[str, Any]:
 def _some(rows: list[dict[str, Any]], epochs: Container[int] = ()) -> list[dict[str, Any]]:
     """Lines enough to draw a curve by, all evaluations and these epochs among them."""
     plain = [i for i, row in enumerate(rows) if not any(name.startswith("eval/") for name in row)]
-    left_out = {*plain} - {*spread(plain, ROWS)}
+    left_out = {*plain} - {*evenly(plain, MAX_ROWS)}
     return [row for i, row in enumerate(rows) if i not in left_out or row["epoch"] in epochs]
 
 
@@ -110,7 +110,7 @@ def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Con
     watched = [name for name in config.eval.rewards if not weights[name]]
     looks = _as_the_run_saw(rows)
     when = [i for i, row in enumerate(looks) if any(row.get(f"eval/{name}") is not None for name in weights)]
-    signs_at = {looks[i]["epoch"]: hacking(looks[: i + 1], trained, watched) for i in spread(when, LOOKS)}
+    signs_at = {looks[i]["epoch"]: hacking(looks[: i + 1], trained, watched) for i in evenly(when, MAX_EVALUATIONS)}
     bounds: dict[str, dict[str, float]] = {}
     for name, (left, added) in LIMITS.items():
         first = statistic(looks, name)[0]
@@ -181,7 +181,7 @@ def _sheet_files(folder: Path) -> list[Path]:
 
 def sheets_of(folder: Path, most: int = 2) -> list[dict[str, Any]]:
     """The pictures of some evaluations of a run, the first and the last among them."""
-    return [_sheet(path, path.stat().st_mtime_ns) for path in spread(_sheet_files(folder), most)]
+    return [_sheet(path, path.stat().st_mtime_ns) for path in evenly(_sheet_files(folder), most)]
 
 
 @lru_cache(maxsize=256)

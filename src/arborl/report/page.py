@@ -19,12 +19,12 @@ from ..tools.imports import find
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js")
+COMMON_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js")
 COMPARISON = "compare.json"
 """The file that tells a comparison's folder."""
 COMPARISON_DATA = "arborl.compare.page:comparison_data"
 """The function that reads it, by name, as it stands further along the data path."""
-OWN = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
+PAGE_SCRIPTS = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def write_report(folder: Path, to: Path | None = None) -> Path:
 
 def render(data: dict[str, Any], live: bool = False) -> str:
     """A whole page: everything it needs is inside it."""
-    scripts = [_static(name) for name in (*SCRIPTS, *OWN[data["kind"]])]
+    scripts = [_static(name) for name in (*COMMON_SCRIPTS, *PAGE_SCRIPTS[data["kind"]])]
     digests = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
     policy = {"default-src": "'none'", "img-src": "data:", "style-src": "'unsafe-inline'", "script-src": digests}
     policy |= {"connect-src": "'self'" if live else "'none'", "base-uri": "'none'", "form-action": "'none'"}

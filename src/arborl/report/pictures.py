@@ -20,18 +20,18 @@ def as_webp(picture: Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
+def evenly(items: Sequence[T], most: int) -> list[T]:
     """At most so many of some items, evenly, the first and the last among them."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def spread_within(items: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+def evenly_within(items: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """As many of some items as fit into `most` bytes of JSON, evenly, but two at least."""
     size = {id(item): len(json.dumps(item)) for item in items}
     for count in range(len(items), 2, -1):
-        chosen = spread(items, count)
+        chosen = evenly(items, count)
         if sum(size[id(item)] for item in chosen) <= most:
             return chosen
-    return spread(items, 2)
+    return evenly(items, 2)

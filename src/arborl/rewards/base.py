@@ -78,9 +78,9 @@ class Rewards:
         return replace(self, functions={n: f for n, f in self.functions.items() if n not in self.held_out})
 
     @property
-    def elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether others do all of their work, so that something else can be done meanwhile."""
-        return all(getattr(function, "elsewhere", False) for function in self.functions.values())
+        return all(getattr(function, "is_remote", False) for function in self.functions.values())
 
     @contextmanager
     def cancelled(self) -> Iterator[None]:

@@ -19,11 +19,11 @@ from urllib3.exceptions import HTTPError
 
 from .base import RewardFailed
 
-PROBE = 5.0
+PROBE_SECONDS = 5.0
 """Seconds in which a server must say that it is there, where it was held to be down."""
-ITEM_BYTES, ANSWER_BYTES = 4 * 2**10, 64 * 2**10
+MAX_ITEM_BYTES, MAX_ANSWER_BYTES = 4 * 2**10, 64 * 2**10
 """The longest answer in bytes: so much for each picture, and so much besides."""
-LARGEST = torch.finfo(torch.float32).max
+MAX_SCORE = torch.finfo(torch.float32).max
 
 
 class Refused(RewardFailed):
@@ -54,7 +54,7 @@ class Server:
     def greet(self, seconds: float) -> None:
         """Ask what it is and what it takes; an error unless it is a server of rewards."""
         try:
-            about = strict_json(self._ask("GET", "/", seconds, ANSWER_BYTES))
+            about = strict_json(self._ask("GET", "/", seconds, MAX_ANSWER_BYTES))
         except ValueError:
             about = None
         if not isinstance(about, dict) or type(about.get("arborl")) is not int:
@@ -70,19 +70,19 @@ class Server:
         """Before its first pictures; one that does not answer is no worse off than without."""
         if self.limits is None and not self.down:
             with suppress(RewardFailed):
-                self.greet(min(PROBE, self.timeout))
+                self.greet(min(PROBE_SECONDS, self.timeout))
 
     def score(self, items: list[dict[str, Any]]) -> dict[str, list[float]]:
         body = json.dumps({"version": 1, "items": items}).encode()
         if self.limits and len(body) > self.limits[1]:
             raise Refused(f"takes {self.limits[1]} bytes a request, and {len(items)} pictures have {len(body)}")
-        content = self._ask("POST", "/score", self.timeout, ANSWER_BYTES + ITEM_BYTES * len(items), body)
+        content = self._ask("POST", "/score", self.timeout, MAX_ANSWER_BYTES + MAX_ITEM_BYTES * len(items), body)
         try:
             return read_answer(content, len(items))
         except ValueError as error:
             raise RewardFailed(f"answers garbage ({error})") from None
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         if watch := self._watch:
             watch.shut()
 
@@ -244,7 +244,7 @@ def read_answer(content: bytes, count: int) -> dict[str, list[float]]:
 def _number(value: object) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
         raise ValueError("a score that is not a finite number")
     return float(value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from .base import Columns
-from .preprocessing import as_rgb, refuse_thin
+from .preprocessing import as_rgb, check_aspect
 
 QUOTED = re.compile('["“”]([^"“”]*)["“”]')
 
@@ -55,7 +55,7 @@ class Ocr:
 
     def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
         images = as_rgb(images)
-        refuse_thin(images)
+        check_aspect(images)
         pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).cpu()
         scores = []
         for picture, prompt in zip(pixels, prompts, strict=True):

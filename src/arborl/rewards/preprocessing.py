@@ -8,7 +8,7 @@ from .base import RewardFailed
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-THINNEST = 32
+MAX_ASPECT = 32
 """Sides that differ by a larger factor are refused where the shorter decides the size: the longer would explode."""
 
 
@@ -22,11 +22,11 @@ def as_rgb(images: Tensor) -> Tensor:
     return images[..., :3, :, :]
 
 
-def refuse_thin(images: Tensor) -> None:
+def check_aspect(images: Tensor) -> None:
     """A picture whose shorter side decides its size must not be much longer than that."""
     height, width = images.shape[-2:]
-    if max(height, width) > THINNEST * min(height, width):
-        raise RewardFailed(f"pictures of {width}×{height} are too long and thin to be scored: at most 1:{THINNEST}")
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise RewardFailed(f"pictures of {width}×{height} are too long and thin to be scored: at most 1:{MAX_ASPECT}")
 
 
 def quantised(images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 height width"]:
@@ -57,7 +57,7 @@ def centre_crop(
     Of an odd margin transformers leaves out the smaller half before the picture (`rounded=False`), torchvision rounds
     to even.
     """
-    refuse_thin(images)
+    check_aspect(images)
     height, width = images.shape[-2:]
     shorter = min(height, width)
     rows, columns = (int(size * side / shorter) for side in (height, width))

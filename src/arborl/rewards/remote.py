@@ -20,19 +20,19 @@ from torch import Tensor
 from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from .base import Columns, Failures, RewardFailed
-from .client import PROBE, Refused, Server, png
+from .client import PROBE_SECONDS, Refused, Server, png
 from .preprocessing import as_rgb
 
-WAIT = 1.0
+RETRY_SECONDS = 1.0
 """Seconds before a server is asked again after its first failure; doubled at each further one in a row."""
-TEXT_BYTES = 16 * 2**10
+MAX_TEXT_BYTES = 16 * 2**10
 """Bytes of a request that are allowed for a picture's prompt and columns, where a server limits its size."""
 
 
 class RemoteReward:
     """Called as any reward; the servers of `rewards.<name>.url` share its pictures, `batch_size` at a time."""
 
-    elsewhere = True
+    is_remote = True
 
     def __init__(self, name: str, config: RewardConfig) -> None:
         self.name, self.config = name, config
@@ -99,7 +99,7 @@ class RemoteReward:
 
         A PNG is little more than a byte a number, and base64 makes 4 of 3.
         """
-        each = numbers * 3 // 2 + TEXT_BYTES
+        each = numbers * 3 // 2 + MAX_TEXT_BYTES
         limits = [limits for server in self.servers if (limits := server.limits)]
         return min([self.config.batch_size, *(min(items, max(1, size // each)) for items, size in limits)])
 
@@ -109,7 +109,7 @@ class RemoteReward:
             while piece := shared.take(server):
                 try:
                     if server.down:
-                        server.greet(min(PROBE, self.config.timeout))
+                        server.greet(min(PROBE_SECONDS, self.config.timeout))
                 except RewardFailed as error:
                     shared.leave_out(server, piece, error)
                     continue
@@ -199,7 +199,7 @@ class _Round:
             if not isinstance(error, Refused):
                 piece.attempts += 1
                 server.failures += 1
-                server.rests_until = 0 if server.down else monotonic() + WAIT * 2 ** (server.failures - 1)
+                server.rests_until = 0 if server.down else monotonic() + RETRY_SECONDS * 2 ** (server.failures - 1)
             if isinstance(error, Refused) or server.down:
                 piece.closed.append(server)
             self._put_back(piece, piece.why)
@@ -215,7 +215,7 @@ class _Round:
             self.left = 0
             self.changed.notify_all()
         for server in self.servers:
-            server.hang_up()
+            server.close()
 
     def _suits(self, piece: _Piece, server: Server) -> bool:
         """A piece that a server failed at is left to the others, if any are up."""

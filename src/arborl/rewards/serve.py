@@ -50,15 +50,15 @@ from .base import Reward
 from .client import strict_json
 from .inspect import usable
 
-PICTURE_PIXELS, REQUEST_PIXELS = 4096 * 4096, 2**28
+MAX_PICTURE_PIXELS, MAX_REQUEST_PIXELS = 4096 * 4096, 2**28
 """The largest picture, and all those of a request together: a small file may hold a huge picture."""
-PROMPT = 100_000
+MAX_PROMPT_LENGTH = 100_000
 """Characters of a prompt."""
-AT_ONCE, IN_LINE = 4, 256
+MAX_CONCURRENT, MAX_WAITING = 4, 256
 """Requests held in memory, and those that wait unread; more are turned away as busy."""
-SECONDS = 60.0
+READ_SECONDS = 60.0
 """In which a request must have arrived."""
-MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Pictures of 8 bits a channel or less, which become RGB without loss (but for transparency)."""
 
 
@@ -109,7 +109,7 @@ def app(
 ) -> Starlette:
     """The server's two routes. The reward is called in a thread, once at a time; it gets its pictures on `device`."""
     place = usable(device)
-    slots, turn, line = asyncio.Semaphore(AT_ONCE), asyncio.Lock(), [0]
+    slots, turn, line = asyncio.Semaphore(MAX_CONCURRENT), asyncio.Lock(), [0]
 
     async def about(request: Request) -> Response:
         await _authorise(request, token, max_bytes)
@@ -120,7 +120,7 @@ def app(
         # A web page can make a browser post anything but JSON to any address, this one too.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             await _refuse(request, 400, "Content-Type must be application/json", max_bytes)
-        if line[0] >= IN_LINE:
+        if line[0] >= MAX_WAITING:
             await _refuse(request, 503, "busy", max_bytes)
         line[0] += 1
         try:
@@ -135,11 +135,11 @@ def app(
 
     return Starlette(
         routes=[Route("/", about, methods=["GET"]), Route("/score", score, methods=["POST"])],
-        exception_handlers={HTTPException: _told, ClientDisconnect: _told},
+        exception_handlers={HTTPException: _error_response, ClientDisconnect: _error_response},
     )
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return Response(status_code=400)  # the client is gone
     line = "".join(c if c.isprintable() else " " for c in error.detail)
@@ -164,7 +164,7 @@ async def _body(request: Request, most: int, keep: bool = True) -> bytes:
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(READ_SECONDS):
             async for chunk in request.stream():
                 size += len(chunk)
                 if keep and size <= most:
@@ -174,7 +174,7 @@ async def _body(request: Request, most: int, keep: bool = True) -> bytes:
                 if size > 2 * most:
                     break
     except TimeoutError:
-        raise HTTPException(408, f"the request did not arrive within {SECONDS:g} s") from None
+        raise HTTPException(408, f"the request did not arrive within {READ_SECONDS:g} s") from None
     if size > most:
         raise HTTPException(413, f"the request has more than {most} bytes")
     return b"".join(chunks)
@@ -194,7 +194,7 @@ def read_items(body: bytes, max_items: int) -> list[Item]:
     if len(items) > max_items:
         raise HTTPException(413, f"the request has {len(items)} items, and {max_items} are the most")
     found: list[Item] = []
-    left = REQUEST_PIXELS
+    left = MAX_REQUEST_PIXELS
     for place, item in enumerate(items):
         try:
             found.append(_item(item, left))
@@ -212,8 +212,8 @@ def _item(item: Any, left: int) -> Item:
     prompt, columns, number = item.get("prompt"), item.get("columns", {}), item.get("id")
     if type(number) is not int:
         raise ValueError("has no id")
-    if not isinstance(prompt, str) or len(prompt) > PROMPT:
-        raise ValueError(f"has no prompt of at most {PROMPT} characters")
+    if not isinstance(prompt, str) or len(prompt) > MAX_PROMPT_LENGTH:
+        raise ValueError(f"has no prompt of at most {MAX_PROMPT_LENGTH} characters")
     if not isinstance(columns, dict):
         raise ValueError("its columns are not an object")
     if ("png" in item) == ("frames" in item):
@@ -241,9 +241,9 @@ def read_png(text: object, left: int) -> Tensor:
         raise ValueError("a picture is not base64")
     try:
         with Image.open(file, formats=["PNG"]) as picture:
-            if math.prod(picture.size) > min(PICTURE_PIXELS, left):
+            if math.prod(picture.size) > min(MAX_PICTURE_PIXELS, left):
                 raise HTTPException(413, "a picture, or all of a request together, has too many pixels")
-            if picture.mode not in MODES:
+            if picture.mode not in PNG_MODES:
                 raise ValueError("more than 8 bits a channel")
             pixels = np.array(picture.convert("RGB"))
     except Image.DecompressionBombError:

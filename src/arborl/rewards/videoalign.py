@@ -43,13 +43,13 @@ CHAT = (
 MARKERS = re.compile("(" + "|".join(map(re.escape, (*re.findall(r"<\|\w+\|>", CHAT), *REWARD_TOKENS))) + ")")
 
 MEAN_STD = {"vq": (3.6757, 2.2476), "mq": (1.1646, 1.3811), "ta": (2.8105, 2.5121)}
-FEWEST, MOST = 4, 768  # frames
+MIN_FRAMES, MAX_FRAMES = 4, 768  # frames
 PATCH, MERGED, PAIR = 14, 2, 2  # pixels of a patch's side, patches of a token's side, frames of a patch
 SIDE = PATCH * MERGED
-SMALLEST, LARGEST = 128 * SIDE**2, 256 * SIDE**2  # pixels of a frame
-THINNEST = 200
+MIN_PIXELS, MAX_PIXELS = 128 * SIDE**2, 256 * SIDE**2  # pixels of a frame
+MAX_ASPECT = 200
 
-AT_ONCE = 4
+VIDEOS_PER_CALL = 4
 """Videos given to the network at a time, whatever batch_size says of pictures: five seconds are some 1,300 tokens of
 video and 900 of text each, which fills a GPU, and frames in float32 are large."""
 
@@ -79,7 +79,7 @@ class Settings:
     """The settings in model_config.json; where it is silent, those of the published one."""
 
     fps: float = 2.0
-    max_pixels: int = LARGEST
+    max_pixels: int = MAX_PIXELS
     alpha: float = 128.0
     rslora: bool = False
     mean_std: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MEAN_STD)
@@ -98,7 +98,7 @@ class VideoAlign(NetworkReward):
     of_videos = True
 
     def __init__(self, name: str, config: RewardConfig, pipeline: str = "") -> None:
-        super().__init__(name, replace(config, batch_size=min(config.batch_size, AT_ONCE)), pipeline)
+        super().__init__(name, replace(config, batch_size=min(config.batch_size, VIDEOS_PER_CALL)), pipeline)
         path = self.key("path")
         with collect_missing() as attempt:
             self.file = attempt(lambda: _checkpoint(path, config.path))
@@ -195,9 +195,9 @@ class VideoAlign(NetworkReward):
         self, images: Float[Tensor, "n frames 3 height width"], prompts: Sequence[str]
     ) -> dict[str, Float[Tensor, " n"]]:
         height, width = images.shape[-2:]
-        if max(height, width) > THINNEST * min(height, width):
+        if max(height, width) > MAX_ASPECT * min(height, width):
             problem = f"was given videos of {width}×{height}, which are too long and thin to be scored"
-            raise InputError(self.key("fn"), None, problem, f"sides that differ by a factor of {THINNEST} at most")
+            raise InputError(self.key("fn"), None, problem, f"sides that differ by a factor of {MAX_ASPECT} at most")
         indices = chosen(images.shape[1], self.config.fps, self.settings.fps)
         rows, columns = size(height, width, self.settings.max_pixels)
         pixels = patches(resized(images[:, indices.to(images.device)], rows, columns))
@@ -226,18 +226,18 @@ class VideoAlign(NetworkReward):
 
 def chosen(frames: int, fps: float, wanted: float = 2.0) -> Tensor:
     """Which frames of a video are looked at."""
-    count = min(max(frames / fps * wanted, FEWEST), min(MOST, frames) // PAIR * PAIR)
+    count = min(max(frames / fps * wanted, MIN_FRAMES), min(MAX_FRAMES, frames) // PAIR * PAIR)
     return torch.linspace(0, frames - 1, max(round(count / PAIR) * PAIR, PAIR)).round().long()
 
 
-def size(height: int, width: int, largest: int = LARGEST) -> tuple[int, int]:
+def size(height: int, width: int, largest: int = MAX_PIXELS) -> tuple[int, int]:
     """Sides that are whole tokens, about as long as they were, with neither too many nor too few pixels."""
     rows, columns = (max(SIDE, round(side / SIDE) * SIDE) for side in (height, width))
     if rows * columns > largest:
         shrink = math.sqrt(height * width / largest)
         rows, columns = (max(SIDE, math.floor(side / shrink / SIDE) * SIDE) for side in (height, width))
-    elif rows * columns < SMALLEST:
-        grow = math.sqrt(SMALLEST / (height * width))
+    elif rows * columns < MIN_PIXELS:
+        grow = math.sqrt(MIN_PIXELS / (height * width))
         rows, columns = (math.ceil(side * grow / SIDE) * SIDE for side in (height, width))
     return rows, columns
 

@@ -23,7 +23,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
-from ..tools.files import atomic, sync, take, write_atomically
+from ..tools.files import atomic, lock, sync, write_atomically
 from .folder import (
     STAGES,
     claim_folder,
@@ -57,7 +57,7 @@ class Logger:
         config.run_name = self.folder.name
         with fail_together(accelerator):
             with self.writing():
-                self.lock = take(self.folder / LOCK) if self.main else None
+                self.lock = lock(self.folder / LOCK) if self.main else None
             if self.main and resume:
                 self._take_over(config, epoch)
         accelerator.project_configuration.logging_dir = str(self.folder)

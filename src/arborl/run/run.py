@@ -17,7 +17,7 @@ from ..core.tree import Plan
 from ..data.prompts import LocalPrompts, Prompts, local_prompts, split_prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather
-from ..engine.autotune import memory_in_use
+from ..engine.autotune import peak_memory
 from ..engine.batches import settled
 from ..engine.cost import BACKWARD_COST
 from ..engine.evaluate import Evaluation
@@ -36,7 +36,7 @@ from .logger import Logger
 from .metrics import score_metrics, std, update_metrics
 from .paths import CHECKPOINTS, TREES, epoch_name, epoch_of
 from .saver import Saver
-from .summary import sum_up
+from .summary import write_summary
 from .trees import first_tree
 
 
@@ -198,5 +198,5 @@ class Run:
             if stopped:
                 logger.say("stopped for what looks like reward hacking (eval.watch=stop)")
             if self.accelerator.is_main_process:
-                sum_up(logger, self.state, self.evaluations, memory_in_use(self.accelerator.device), write_report)
+                write_summary(logger, self.state, self.evaluations, peak_memory(self.accelerator.device), write_report)
         self.finished = True

@@ -16,7 +16,7 @@ from .paths import BEFORE_AFTER, BEST, CHECKPOINTS, SAMPLES, SUMMARY, TREES, epo
 from .reward_hacking import best
 
 
-def sum_up(
+def write_summary(
     logger: Logger, state: State, evaluations: Evaluations, peak_memory: int, write_report: Callable[[Path], Path]
 ) -> None:
     """Print the summary and write summary.json, which marks the run as finished."""

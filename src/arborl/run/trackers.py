@@ -56,14 +56,14 @@ def check_login(names: list[str]) -> None:
     import wandb
     from wandb.errors import UsageError
 
-    with wandb_told(names):
+    with wandb_error_in_one_line(names):
         online = wandb.setup().settings.mode not in ("offline", "dryrun", "disabled")
         if online and wandb.run is None and not wandb.login(prompt=False):
             raise UsageError("there is no API key")
 
 
 @contextmanager
-def wandb_told(names: list[str]) -> Iterator[None]:
+def wandb_error_in_one_line(names: list[str]) -> Iterator[None]:
     """An error of W&B at the start becomes one line that says how to go on without it."""
     if "wandb" not in names:
         yield
@@ -90,7 +90,7 @@ def start(accelerator: Accelerator, folder: Path, epoch: int, resumed: bool, set
         "wandb": {"name": folder.name, "dir": str(folder), "id": wandb_id(folder), "resume": "allow"},
         "trackio": {"name": folder.name, "resume": "allow" if resumed else "never"},
     }
-    with wandb_told(names), redirect_stdout(sys.stderr):  # some greet; stdout is for what was asked for
+    with wandb_error_in_one_line(names), redirect_stdout(sys.stderr):  # some greet; stdout is for what was asked for
         accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
 
 

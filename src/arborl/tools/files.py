@@ -9,7 +9,7 @@ from typing import IO
 
 from ..core.errors import InputError
 
-TRIES = 3
+LOCK_ATTEMPTS = 3
 
 
 try:
@@ -18,23 +18,23 @@ except ImportError:  # not on every system: there nobody is kept out
     fcntl = None
 
 
-def take(path: Path) -> IO[bytes]:
+def lock(path: Path) -> IO[bytes]:
     """Hold the lock on a file, which is made if need be, for as long as what is returned is open."""
     file = path.open("ab")
-    for attempt in range(TRIES):
+    for attempt in range(LOCK_ATTEMPTS):
         try:
             if fcntl:
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except BlockingIOError:  # held; or for a moment by someone who only asks
-            time.sleep(0.1 if attempt < TRIES - 1 else 0)
+            time.sleep(0.1 if attempt < LOCK_ATTEMPTS - 1 else 0)
         except OSError:  # a file system without locks
             return file
     file.close()
     raise InputError("run", path.parent, "another process is writing to it", "another run, or wait for it")
 
 
-def is_taken(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process holds it."""
     if fcntl is None or not path.is_file():
         return False
