@@ -23,7 +23,7 @@ from .core.noise import fold, normal
 from .core.tree import Plan
 from .data.prompts import LocalPrompts, Prompts, PromptSplit, local_prompts, split_prompts
 from .distributed.fsdp import local
-from .distributed.gather import gather, unequal_weights
+from .distributed.gather import max_rank, unequal_weights
 from .engine import checks
 from .engine.autotune import (
     Trial,
@@ -158,7 +158,7 @@ class Subject:
                 local(parameter).copy_(before[name])
         state.optimizer.state.clear()
         missed = [name for name, found in stats.reached.items() if not found]
-        moved_anywhere = int(gather(torch.tensor([float(len(moved))]), accelerator).max())
+        moved_anywhere = int(max_rank(len(moved), accelerator))
         yield Finding(
             "gradients",
             f"reached {len(stats.reached) - len(missed)} of {len(stats.reached)} groups of trained weights, norm "

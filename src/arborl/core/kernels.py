@@ -42,7 +42,7 @@ def _reverse_sde(sigma: Tensor, sigma_next: Tensor, g: Tensor, kappa: Tensor) ->
 
 
 def flow_sde(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coefficients:
-    """Flow-GRPO (arXiv 2505.05470): g = η√(σ/(1-σ)); at σ = 1 the 1-σ is taken from the next level."""
+    """Flow-GRPO (arXiv 2505.05470, eq. 8 and 9): g = η√(σ/(1-σ)); at σ = 1 the 1-σ is taken from the next level."""
     below_one = torch.where(sigma < 1, sigma, sigma_next)
     return _reverse_sde(sigma, sigma_next, eta * torch.sqrt(sigma / (1 - below_one)), kappa)
 

@@ -18,7 +18,7 @@ from ..core.errors import InputError
 from ..rewards.base import weights_of
 from ..run.drawings import leaf_order
 from ..run.folder import STAGES, check_is_run, flat, read_metrics, seconds_by_stage
-from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES
+from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
 from ..run.reward_hacking import LIMITS, hacking, statistic
 from ..run.trees import TreeFile
 from .pictures import as_webp, evenly, evenly_within
@@ -35,7 +35,7 @@ def run_data(folder: Path) -> dict[str, Any]:
     config, rows = read_config(folder / CONFIG), read_metrics(folder)
     weights = weights_of(config.rewards, config.eval.rewards)
     # One that is being written has no JSON yet, and waits for the next look.
-    trees = sorted((folder / TREES).glob("epoch_*.json"))
+    trees = epoch_files(folder / TREES, ".json")
     sheets = _sheet_files(folder)
     shown = evenly_within([_tree(path, path.stat().st_mtime_ns) for path in evenly(trees, MAX_EPOCHS)], MAX_TREE_BYTES)
     return {
@@ -176,7 +176,7 @@ def numbers(values: Tensor) -> list[float | None]:
 
 
 def _sheet_files(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / SAMPLES).glob("epoch_*.json") if path.with_suffix(".png").is_file())
+    return [path for path in epoch_files(folder / SAMPLES, ".json") if path.with_suffix(".png").is_file()]
 
 
 def sheets_of(folder: Path, most: int = 2) -> list[dict[str, Any]]:

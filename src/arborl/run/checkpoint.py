@@ -23,7 +23,7 @@ from ..core.errors import InputError
 from ..distributed.fsdp import gathered, gathered_on_host, placed_like
 from ..engine.state import State, copy_into
 from ..tools.files import sync, umask
-from .paths import BEST, CHECKPOINTS, epoch_name, epoch_of
+from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
 
 VERSION = 2
 SUMS = "SHA256SUMS"
@@ -126,8 +126,7 @@ def drop_best_from(folder: Path, epoch: int) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    found = [(epoch, path) for path in folder.glob("*") if (epoch := epoch_of(path.name)) is not None]
-    return [path for epoch, path in sorted(found) if path.name == epoch_name(epoch)]
+    return [path for path in epoch_files(folder, "") if path.name == epoch_name(epoch_of(path.name) or 0)]
 
 
 def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:

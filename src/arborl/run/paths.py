@@ -1,6 +1,7 @@
 """The names of a run's files, and nothing else: whoever looks into a run's folder asks here."""
 
 import re
+from pathlib import Path
 
 CONFIG, METRICS, SUMMARY, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "report.html"
 TREES, SAMPLES, BEFORE_AFTER = "trees", "samples", "before_after.png"
@@ -18,3 +19,9 @@ def epoch_of(name: str) -> int | None:
     """The epoch of such a name; None where it is none."""
     found = re.match(r"epoch_(\d{6,})", name)
     return int(found[1]) if found else None
+
+
+def epoch_files(folder: Path, suffix: str) -> list[Path]:
+    """The files of epochs with that ending, oldest first."""
+    found = [(epoch, path) for path in folder.glob(f"*{suffix}") if (epoch := epoch_of(path.name)) is not None]
+    return [path for _, path in sorted(found)]

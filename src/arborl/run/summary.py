@@ -12,7 +12,7 @@ from .drawings import cell_of, interleave
 from .evaluations import Evaluations
 from .folder import seconds_by_stage
 from .logger import Logger
-from .paths import BEFORE_AFTER, BEST, CHECKPOINTS, SAMPLES, SUMMARY, TREES, epoch_name
+from .paths import BEFORE_AFTER, BEST, CHECKPOINTS, SAMPLES, SUMMARY, TREES, epoch_files, epoch_name
 from .reward_hacking import best
 
 
@@ -70,5 +70,5 @@ def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
             if error.errno:  # it is the disk's
                 raise
             logger.warn_once(f"no picture of before and after: a sheet cannot be read ({error})")
-    if trees := sorted((logger.folder / TREES).glob("epoch_*.png")):
+    if trees := epoch_files(logger.folder / TREES, ".png"):
         logger.say(f"a tree, with its pictures and advantages: {trees[-1]}")
