@@ -149,7 +149,7 @@ class Bench:
                 stats = self.each_edge(rollout, advantage, keep)
             else:
                 given = model, self.run.state, self.run.accelerator, rollout, advantage, keep, config, key, local
-                stats = update(*given, examine=False)
+                stats = update(*given, check_gradients=False)
         row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scores.total.numel())
         row.seconds = dict(logger.seconds)
         parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed

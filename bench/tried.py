@@ -202,7 +202,7 @@ def videos(tiny: bool) -> None:
                 layer.weight.data = layer.weight.contiguous(memory_format=layout if last else torch.contiguous_format)
         vae.decoder.forward = plain
         if fast:
-            compile.compile_calls(vae.decoder)
+            compile.compile_forward(vae.decoder)
 
         def run() -> Tensor:
             with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):  # noqa: B023 (called right here)
@@ -256,7 +256,7 @@ def main() -> None:
             if trial == "graphs":
                 block.compile(mode="reduce-overhead", dynamic=False)
             else:
-                compile.compile_calls(block)
+                compile.compile_forward(block)
         backend = SDPBackend.FLASH_ATTENTION if trial == "flash" else None
         for rows in sizes:
             given = inputs(module, rows)

@@ -23,7 +23,7 @@ import uvicorn
 from PIL import Image
 
 from arborl.cli import main
-from arborl.compare.runs import Run, command_of
+from arborl.compare.runs import PlannedRun, command_of
 from arborl.config import load_config
 from arborl.rewards.serve import app
 from arborl.rewards.simple import brightness
@@ -194,7 +194,7 @@ def server() -> Iterator[str]:
 compared: dict[str, Path] = {}
 
 
-def in_this_process(runs: Sequence[Run], *_: object) -> dict[str, str]:
+def in_this_process(runs: Sequence[PlannedRun], *_: object) -> dict[str, str]:
     """A comparison's runs one after the other; `test_compare.py` has them in processes. Equal ones are run once."""
     for run in runs:
         words = [*command_of(run), *FEW]  # a cell's own numbers were counted with; here they would only take longer

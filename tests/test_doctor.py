@@ -20,8 +20,8 @@ from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
 from arborl.data.prompts import split_prompts
 from arborl.doctor import Subject, examine
-from arborl.engine.autotune import Trial, choose, geometry, max_rows, trials
-from arborl.engine.checks import Finding, pictures, spread, spread_of
+from arborl.engine.autotune import Trial, choose, describe_batches, max_rows, trials
+from arborl.engine.checks import Finding, check_pictures, check_spread, spread_of
 from arborl.models import load_model
 from arborl.trainer import train
 
@@ -173,17 +173,17 @@ class TestPlantedFaults:
         config = load_config("mixture", sd3_overrides)
         model = load_model(config, CPU)
         latents = torch.randn(2, *model.latent_shape)
-        _, whole = pictures(model, latents, 2)
+        _, whole = check_pictures(model, latents, 2)
         assert whole.ok
         vae = model.pipe.vae
         with torch.no_grad():
             vae.decoder.conv_in.weight *= 3e4
             vae.decoder.conv_in.bias *= 3e4
-        assert pictures(model, latents, 2)[1].ok, "its group norms undo the scale, so float32 does not mind"
+        assert check_pictures(model, latents, 2)[1].ok, "its group norms undo the scale, so float32 does not mind"
         vae.half()
         honest = vae.decode
         monkeypatch.setattr(vae, "decode", lambda z, **named: honest(z.half(), **named))
-        _, finding = pictures(model, latents, 2)
+        _, finding = check_pictures(model, latents, 2)
         assert finding.ok is False
         assert "overflow" in finding.measured
         assert "float16" in finding.measured
@@ -248,7 +248,7 @@ class TestSpread:
     def test_advice_names_the_better_place(self):
         found = {0: spread_of(torch.tensor([[1.0, 5.0]]), torch.zeros(2, dtype=torch.long))}
         found |= {3: spread_of(torch.tensor([[1.0, 1.01]]), torch.zeros(2, dtype=torch.long))}
-        assert "with the window at step 0 leaves differ" in spread(found, 3).advice
+        assert "with the window at step 0 leaves differ" in check_spread(found, 3).advice
 
 
 class TestMicroBatches:
@@ -296,7 +296,7 @@ class TestMicroBatches:
         assert how.per_process * processes >= how.total >= 1
         assert (how.per_process - 1) * processes < how.total
         assert all(value >= 1 for value in max_rows(config, processes).values())
-        counts = [int(number) for line in geometry(config, processes) for number in re.findall(r"\d+", line)]
+        counts = [int(number) for line in describe_batches(config, processes) for number in re.findall(r"\d+", line)]
         assert min(counts) >= 1
 
     def test_auto_is_found_told_and_kept(self, tmp_path: Path, capsys):

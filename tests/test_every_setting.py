@@ -122,7 +122,7 @@ def loaded(overrides: list[str], folder: Path) -> Any:
     checkpointed = [
         part.gradient_checkpointing for part in model.module.modules() if hasattr(part, "gradient_checkpointing")
     ]
-    return {p.dtype for p in model.module.parameters() if not p.requires_grad}, model.decoding, checkpointed
+    return {p.dtype for p in model.module.parameters() if not p.requires_grad}, model.decode_dtype, checkpointed
 
 
 def computed(overrides: list[str], folder: Path) -> Any:
@@ -220,7 +220,7 @@ def asked(overrides: list[str], folder: Path, **how: float) -> Any:
         patch.setenv("ANOTHER_TOKEN", "secret")
         rewards = rewards_of(load_config("mixture", ["rewards=none", f"rewards.far.url={url}", *overrides]))
         answers = rewards(torch.rand(2, 3, 8, 8), ["a dot"] * 2, {})
-    return seen, bool(answers.lost)
+    return seen, bool(answers.failures)
 
 
 def asked_in_vain(overrides: list[str], folder: Path) -> Any:

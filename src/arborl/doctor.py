@@ -37,13 +37,13 @@ from .engine.autotune import (
     trials,
 )
 from .engine.batches import settled
-from .engine.checks import Finding, amount
-from .engine.cost import work
-from .engine.method import check_plan, make_plan, places, window_of
+from .engine.checks import Finding, format_bytes
+from .engine.cost import count_model_calls
+from .engine.method import check_plan, make_plan, window_of, window_plans
 from .engine.rollout import Rollout, sample_trees, trained_batch
 from .engine.score import decode_and_score
 from .engine.update import update
-from .run.checkpoint import load_weights, weights_of
+from .run.checkpoint import load_weights, weights_file
 from .run.resume import checkpoint_of
 from .run.setup import Assembled, assemble, prepare, start_accelerator
 from .trainer import run_epochs
@@ -93,9 +93,9 @@ class Subject:
         self.config, self.accelerator = config, accelerator
         self.parts: Assembled = assemble(config, accelerator, {"epoch": 0, "prompts": 0})
         self.model, self.state = self.parts.model, self.parts.state
-        self.messages = [*self.parts.messages, *self.parts.fitted()]
+        self.messages = [*self.parts.messages, *self.parts.tune_and_warm_up()]
         if run is not None:
-            load_weights(self.state.parameters, weights_of(checkpoint_of(run)))
+            load_weights(self.state.parameters, weights_file(checkpoint_of(run)))
         self.device = accelerator.device
         reset_peak_memory(self.device)
         how = PromptSplit(PROMPTS_PER_PROCESS * accelerator.num_processes, PROMPTS_PER_PROCESS)
@@ -120,13 +120,13 @@ class Subject:
         yield checks.free_disk(config, self.state.parameters)
         plan = make_plan(config, self.schedule, 0)
         rollout = self.rollout(plan)
-        yield from checks.transitions(
-            checks.steps_of(model, rollout, config), checks.ratio_bound(model, self.accelerator)
+        yield from checks.check_transitions(
+            checks.recheck_steps(model, rollout, config), checks.ratio_bound(model, self.accelerator)
         )
         yield from self.training(rollout)
         made, finding = self.pictures(rollout)
         yield finding
-        yield from checks.answers(self.parts.rewards, *made)
+        yield from checks.check_rewards(self.parts.rewards, *made)
         yield self.spread(rollout)
         yield from self.speed()
 
@@ -186,12 +186,12 @@ class Subject:
         """A few leaves of every prompt, decoded, with their prompts."""
         leaves = rollout.leaves[:, : max(2, 8 // PROMPTS_PER_PROCESS)]
         size = settled(self.config.sample.decode_batch_size)
-        made, finding = checks.pictures(self.model, leaves.flatten(0, 1), size)
+        made, finding = checks.check_pictures(self.model, leaves.flatten(0, 1), size)
         return (made, self.local.prompts.repeat(leaves.shape[1])), finding
 
     def spread(self, rollout: Rollout) -> Finding:
         """The spread of the leaves' scores, with the window at some of its places."""
-        around = places(self.config)
+        around = window_plans(self.config)
         chosen = [
             around[round(i * (len(around) - 1) / max(1, MAX_WINDOWS - 1))] for i in range(min(MAX_WINDOWS, len(around)))
         ]
@@ -207,7 +207,7 @@ class Subject:
             scored = decode_and_score(self.model, self.parts.rewards.trained, grown.leaves, self.local.prompts, size)
             self.seconds["score"] = (time.perf_counter() - start) / grown.leaves.shape[:2].numel()
             found[window] = checks.spread_of(scored.scores.total, checks.groups_of_leaves(grown.plan))
-        return checks.spread(found, now)
+        return checks.check_spread(found, now)
 
     def speed(self) -> Iterator[Finding]:
         """Micro-batches that fit, and what an epoch will take."""
@@ -233,7 +233,7 @@ class Subject:
             )
         share = split_prompts(config.sample, accelerator.num_processes).per_process
         mine = split_prompts(config.sample).per_process
-        counts = [work(config, plan, epoch) for epoch, plan in places(config)]
+        counts = [count_model_calls(config, plan, epoch) for epoch, plan in window_plans(config)]
         forwards = sum(c.forwards for c in counts) / len(counts) * share / mine
         parents = sum(c.forward_backwards for c in counts) / len(counts) * share / mine
         leaves = most["sample.decode_batch_size"]
@@ -250,11 +250,12 @@ class Subject:
             f"{seconds:.3g} s an epoch ({parts}); {hours:.2g} h for {config.train.epochs} epochs",
             None,
         )
-        latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * places(config)[0][1].nodes
+        _, plan = window_plans(config)[0]
+        latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * plan.nodes
         peak = self.peak + max(0, share - PROMPTS_PER_PROCESS) * latents
         yield Finding(
             "memory",
-            f"{amount(peak)} at the worst, of {amount(total)}",
+            f"{format_bytes(peak)} at the worst, of {format_bytes(total)}",
             peak < 0.95 * total,
             "smaller micro-batches (auto finds them), train.gradient_checkpointing=selective or true, "
             "sample.offload=true, or LoRA",

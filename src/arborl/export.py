@@ -24,7 +24,7 @@ from .engine.state import trainable
 from .models import load_model, lora, model_class
 from .models.pipeline import PipelineModel
 from .models.source import Source
-from .run.checkpoint import load_weights, weights_of
+from .run.checkpoint import load_weights, weights_file
 from .run.setup import start_accelerator
 from .tools.quiet import quiet_libraries
 
@@ -134,7 +134,7 @@ class Trained:
         if self.digests:
             found = _digests(module)
             return [name for name, digest in self.digests.items() if found.get(name) != digest]
-        there = lora.pairs(module)
+        there = lora.matrices(module)
 
         def arrived(layer: str, pair: tuple[Tensor, Tensor]) -> bool:
             return layer in there and all(
@@ -171,7 +171,7 @@ def _write(
     adapted = lora.is_injected(module)
     layers, digests = {}, {}
     if adapted:
-        layers = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in lora.pairs(module).items()}
+        layers = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in lora.matrices(module).items()}
     if adapted and not merge:
         _write_lora(family, layers, folder)
     else:
@@ -238,7 +238,7 @@ def _whole_float32() -> Iterator[None]:
 def _weights(checkpoint: Path, average: bool | None) -> Path:
     """The file of the weights asked for; the average where there is one, if not said."""
     if average is None:
-        return weights_of(checkpoint)
+        return weights_file(checkpoint)
     file = checkpoint / ("ema.safetensors" if average else "weights.safetensors")
     if not file.is_file():
         raise InputError("--ema", None, "the run keeps no average of its weights (train.ema_decay is 0)", "--no-ema")

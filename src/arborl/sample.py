@@ -11,11 +11,11 @@ from .core.errors import InputError
 from .data.prompts import Prompts, load_prompts
 from .engine.batches import settled
 from .engine.generate import generate, noise_of_seeds
-from .engine.score import as_bytes, stills
+from .engine.score import as_bytes, middle_frames
 from .models import model_class
 from .run.drawings import save_picture, sheet
 from .run.inputs import heldout_prompts
-from .run.resume import load
+from .run.resume import load_for_inference
 
 
 def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | None, to: Path) -> str:
@@ -35,7 +35,7 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
-    model = load(config, run, prompts.texts)
+    model = load_for_inference(config, run, prompts.texts)
     seeds = [config.seed + i for i in range(count)]
     noise = noise_of_seeds(seeds, model.latent_shape)
     leaves = generate(model, prompts, torch.arange(count), config, noise)[:, 0]
@@ -50,6 +50,6 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
     (to / "index.jsonl").write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
-    sheet(stills(pictures)[:64], prompts.texts[:64], to / "sheet.png")
+    sheet(middle_frames(pictures)[:64], prompts.texts[:64], to / "sheet.png")
     kind = "picture" if pictures.ndim == 4 else "video"
     return f"{to}: {len(pictures)} {kind}(s), sheet.png, and index.jsonl with their prompts"

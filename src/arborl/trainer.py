@@ -23,7 +23,7 @@ def run_epochs(run: Run) -> Path:
     """The epochs that a run has left."""
     config, model, state, logger, coordinator = run.config, run.model, run.state, run.logger, run.coordinator
     schedule = model.schedule(config.sample.num_steps)
-    with coordinator.watched(), run.leaving(), ProgressBar(logger, state.epoch, run.epochs) as bar:
+    with coordinator.handling_signals(), run.leaving(), ProgressBar(logger, state.epoch, run.epochs) as bar:
         while run.goes_on():
             epoch = state.epoch
             with logger.stage("evaluate"):

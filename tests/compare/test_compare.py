@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from arborl.cli import main
 from arborl.cli.app import app
 from arborl.compare import Cell, Protocol, plan_runs, read
-from arborl.compare.results import Point, mean_curve, pareto, reached, score_at
+from arborl.compare.results import Point, compute_to_reach, mean_curve, pareto, score_at
 from arborl.compare.runs import command_of, cost_of
 from arborl.config import save_config
 from arborl.core.errors import InputError
@@ -41,12 +41,12 @@ class TestReading:
 
     @pytest.mark.parametrize(("target", "compute"), [(0.1, 0), (0.3, 50), (0.6, 150), (0.8, 200), (0.81, None)])
     def test_a_score_is_reached_where_the_curve_first_crosses_it(self, target: float, compute: float | None):
-        assert reached([(p.compute, p.score) for p in self.curve], target) == pytest.approx(compute)
+        assert compute_to_reach([(p.compute, p.score) for p in self.curve], target) == pytest.approx(compute)
 
     @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0, 1))
     def test_what_is_reached_is_the_score_asked_for(self, scores: list[float], target: float):
         points = [(100.0 * i, score) for i, score in enumerate(scores)]
-        compute = reached(points, target)
+        compute = compute_to_reach(points, target)
         if compute is None:
             assert max(scores) < target
         elif scores[0] < target:

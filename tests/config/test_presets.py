@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from arborl.config import load_config, options
 from arborl.core.schedule import shifted
-from arborl.engine.cost import work
+from arborl.engine.cost import count_model_calls
 from arborl.engine.method import check_plan, kernel_of, make_plan, pruning
 from arborl.engine.state import trainable
 from arborl.models import load_model
@@ -69,12 +69,12 @@ def test_every_preset_trains(tmp_path: Path, tiny_folder, model: str, preset: st
     schedule = fresh.schedule(config.sample.num_steps)
     for epoch in range(2):
         plan = make_plan(config, schedule, epoch)
-        expected = work(config, plan, epoch)
+        expected = count_model_calls(config, plan, epoch)
         assert rows[epoch]["parents"] == expected.forward_backwards
         assert rows[epoch]["steps"] == 1
         assert rows[epoch]["ratio_error"] == 0.0
     spent = (rows[1]["forwards"], rows[1]["forward_backwards"])
-    whole = [work(config, make_plan(config, schedule, epoch), epoch) for epoch in range(2)]
+    whole = [count_model_calls(config, make_plan(config, schedule, epoch), epoch) for epoch in range(2)]
     reference = sum(w.forward_backwards for w in whole) if config.train.kl else 0
     assert spent == (sum(w.forwards for w in whole) + reference, sum(w.forward_backwards for w in whole))
     after = load_file(folder / "checkpoints" / "epoch_000002" / "weights.safetensors")

@@ -17,7 +17,7 @@ from arborl.core.plans import PLANS
 from arborl.core.schedule import Schedule, shifted
 from arborl.core.tree import Plan, Tail, grow
 from arborl.engine.cost import costs, epochs_within
-from arborl.engine.method import check_plan, kernel_of, make_plan, places, pruning, stages, window_of
+from arborl.engine.method import check_plan, kernel_of, make_plan, plan_variants, pruning, window_of, window_plans
 from arborl.engine.rollout import sample_trees
 from arborl.worlds.mixture import Mixture
 
@@ -175,7 +175,7 @@ class TestPlans:
         """On a split point a window of one step changes nothing, and is still a place of its own."""
         config = load_config("branch_mix", ["model=mixture", "tree.mix_sde_window=1", "tree.tou=3", f"tree.s={s}"])
         config.sample.num_steps = 19
-        found = places(config)
+        found = window_plans(config)
         assert len(found) == count
         for epoch in range(0, 120, 7):
             plan = make_plan(config, shifted(19, 3.0), epoch)
@@ -192,7 +192,7 @@ class TestPlans:
             plan = make_plan(config, schedule, epoch)
             return window_of(config, plan, epoch), pruning(config, plan, epoch)
 
-        assert {stage(epoch) for epoch, _ in stages(config)} == {stage(epoch) for epoch in range(400)}
+        assert {stage(epoch) for epoch, _ in plan_variants(config)} == {stage(epoch) for epoch in range(400)}
 
     def test_the_comb_differs_from_its_spine_by_one_draw(self):
         plan = PLANS["comb"](

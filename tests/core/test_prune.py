@@ -12,7 +12,7 @@ from arborl.core.plans import PLANS
 from arborl.core.prune import Pruning, prune, slide_depths
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
-from arborl.engine.cost import work
+from arborl.engine.cost import count_model_calls
 from arborl.engine.method import make_plan, pruning
 
 from test_plans import shapes
@@ -142,10 +142,10 @@ class TestPruning:
             for name in ("branch", "branch_width", "branch_depth")
         )
         plan = make_plan(whole, shifted(20, 3.0), 0)
-        assert work(whole, plan, 0).forward_backwards == 187
+        assert count_model_calls(whole, plan, 0).forward_backwards == 187
         # Half of the 16 chains, 9 trained edges each of which the first leaves a parent that stays.
-        assert work(width, plan, 0).forward_backwards == 187 - 8 * 9
-        assert work(depth, plan, 0).forward_backwards == 187 - 4 * 16
+        assert count_model_calls(width, plan, 0).forward_backwards == 187 - 8 * 9
+        assert count_model_calls(depth, plan, 0).forward_backwards == 187 - 4 * 16
 
 
 class TestContract:

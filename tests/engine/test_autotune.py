@@ -5,7 +5,7 @@ import torch
 
 from arborl.config import load_config
 from arborl.core.noise import fold
-from arborl.engine.autotune import compiles, find_bitwise_batch_sizes, forward_flops
+from arborl.engine.autotune import find_bitwise_batch_sizes, forward_flops, should_compile
 from arborl.engine.method import make_plan
 from arborl.engine.rollout import sample_trees, trained_batch
 
@@ -58,7 +58,7 @@ def test_operations_are_the_models_own(sd3_overrides):
 
 def test_compiling_is_for_long_runs_on_a_gpu():
     def asked(device: str, flops: float, *overrides: str) -> tuple[bool, list[str]]:
-        return compiles(load_config("tree", list(overrides)), int(flops), torch.device(device))
+        return should_compile(load_config("tree", list(overrides)), int(flops), torch.device(device))
 
     assert asked("cpu", 1e15) == (False, [])
     how, (told,) = asked("cuda", 1e13)

@@ -16,7 +16,7 @@ from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
 from arborl.data.prompts import LocalPrompts, Prompts
-from arborl.engine.checks import steps_of
+from arborl.engine.checks import recheck_steps
 from arborl.engine.method import make_plan
 from arborl.engine.rollout import Rollout, sample_trees
 from arborl.engine.state import Ema, State, trainable
@@ -341,7 +341,7 @@ def test_padding_changes_the_size_of_calls_and_nothing_else():
             return predict(x, t, cond)
 
         bench.model.predict = counted
-        steps = steps_of(bench.model, bench.record, bench.config)
+        steps = recheck_steps(bench.model, bench.record, bench.config)
         stats = bench.update(bench.advantage())
         found.append((sizes, [s.chance for s in steps], [s.noise for s in steps], stats, bench.weights()))
     (sizes, chance, noise, stats, weights), (padded, *same) = found

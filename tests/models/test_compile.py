@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
 
     monkeypatch.setattr(compile, "BACKEND", broken)
     module = torch.nn.Linear(2, 2)
-    compile.compile_calls(module)
+    compile.compile_forward(module)
     with pytest.raises(InputError, match=r"^compile=on: the model cannot be compiled \(.*; allowed: off$") as error:
         module(torch.ones(3, 2))
     assert "\n" not in str(error.value)
@@ -134,7 +134,7 @@ def test_hooks_inside_compiled_code_are_heard_where_it_is_asked_for(monkeypatch)
 
     monkeypatch.setattr(compile, "BACKEND", "eager")
     module = torch.nn.Sequential(Overflows(), torch.nn.Hardtanh())
-    compile.compile_calls(module)
+    compile.compile_forward(module)
     module(torch.ones(2, 2))
     found: list[str] = []
     with watching_for_overflow(found), compile.uncompiled():
@@ -150,18 +150,18 @@ def test_a_half_precision_that_draws_something_else_is_left(tiny_folder, monkeyp
 
     def overflows(latents):
         made = pixels(latents)
-        return made if model.decoding == torch.float32 else made * torch.nan
+        return made if model.decode_dtype == torch.float32 else made * torch.nan
 
     monkeypatch.setattr(model, "pixels", overflows)
-    model.decoding = torch.bfloat16
+    model.decode_dtype = torch.bfloat16
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
     (told,) = model.check_decoder(latents)
     assert told.startswith("pictures are decoded in float32 from now on")
     torch.testing.assert_close(model.decode(latents), exact)
-    model.decoding = torch.bfloat16
+    model.decode_dtype = torch.bfloat16
     monkeypatch.setattr(model, "pixels", pixels)
     assert model.check_decoder(latents) == []
-    assert model.decoding == torch.bfloat16
+    assert model.decode_dtype == torch.bfloat16
 
 
 @pytest.mark.gpu

@@ -253,10 +253,10 @@ class TestPipelines:
 
 def trained_model(config: Any, run: Path) -> Any:
     from arborl.engine.state import trainable
-    from arborl.run.checkpoint import load_weights, weights_of
+    from arborl.run.checkpoint import load_weights, weights_file
 
     model = load_model(config, CPU)
-    load_weights(trainable(model.module), weights_of(latest(run)))
+    load_weights(trainable(model.module), weights_file(latest(run)))
     return model
 
 

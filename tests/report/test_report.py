@@ -23,7 +23,7 @@ from arborl.report import read, write_report
 from arborl.report.data import MAX_ROWS, _as_the_run_saw, _some, columns
 from arborl.report.live import app
 from arborl.report.page import render
-from arborl.report.pictures import evenly_within, spread
+from arborl.report.pictures import evenly, evenly_within
 from arborl.run.folder import read_metrics
 from arborl.run.trees import TreeFile
 from arborl.trainer import train
@@ -366,7 +366,7 @@ def test_many_recorded_epochs_are_thinned_evenly():
     assert len(evenly_within(items, 10**9)) == 100
     assert [item["epoch"] for item in evenly_within(items, 1)] == [0, 99]
     assert evenly_within([], 5) == evenly_within(items[:0], 0) == []
-    assert spread(items[:1], 48) == items[:1]
+    assert evenly(items[:1], 48) == items[:1]
 
 
 def test_epochs_that_are_done_again_leave_nothing_behind(tmp_path: Path):

@@ -14,7 +14,7 @@ from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
 from arborl.distributed.coordination import Coordinator
-from arborl.distributed.fsdp import launcher_asks
+from arborl.distributed.fsdp import launcher_requests_fsdp
 from arborl.run.folder import claim_folder
 from arborl.trainer import train
 
@@ -192,7 +192,7 @@ def test_an_interrupt_while_the_run_saves_itself(tmp_path: Path, monkeypatch):
     """The launcher's signals reach processes one after another: one that is leaving takes its first for that."""
     together = Coordinator(Accelerator(cpu=True))
     together.several, together.agreed = True, True
-    with together.watched():
+    with together.handling_signals():
         os.kill(os.getpid(), signal.SIGTERM)  # this process's first
         os.kill(os.getpid(), signal.SIGTERM)  # the launcher's copy of it
         together.since -= 3
@@ -206,10 +206,10 @@ def test_nobody_else_hears_that_weights_are_to_be_split(monkeypatch, environment
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_VERSION", "FSDP_OFFLOAD_PARAMS"):
         monkeypatch.setenv(name, {"FSDP_VERSION": "2"}.get(name, environment.get(name, "false")))
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    assert launcher_asks.__wrapped__() is expected
+    assert launcher_requests_fsdp.__wrapped__() is expected
     assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
     if expected:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         monkeypatch.setenv("FSDP_VERSION", "1")
         with pytest.raises(InputError, match="fsdp_version=1"):
-            launcher_asks.__wrapped__()
+            launcher_requests_fsdp.__wrapped__()

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from arborl.cli import main
 from arborl.config import load_config, read_config
-from arborl.run.trackers import LONGEST, show, wandb_id
+from arborl.run.trackers import MAX_SIDE, log_pictures, wandb_id
 from arborl.trainer import train
 
 TINY = ["eval.num_prompts=3", "eval.every=1", "sample.num_prompts=2", "log.record_every=4", "train.epochs=2"]
@@ -94,12 +94,12 @@ def test_a_huge_drawing_is_made_smaller_and_not_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     tracker = TensorBoardTracker("arborl", tmp_path)
     tracker.start()
-    show(tracker, "trees", 0, tmp_path / "tree.png", ["a dot"], None)
+    log_pictures(tracker, "trees", 0, tmp_path / "tree.png", ["a dot"], None)
     tracker.finish()
     monkeypatch.undo()
     board = EventAccumulator(str(tmp_path / "arborl"))
     board.Reload()
-    assert (board.Images("trees")[0].width, board.Images("trees")[0].height) == (123, LONGEST)
+    assert (board.Images("trees")[0].width, board.Images("trees")[0].height) == (123, MAX_SIDE)
 
 
 @pytest.mark.parametrize("key", ["", "short"])

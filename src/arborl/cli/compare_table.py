@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from ..compare.results import read, write
-from ..compare.runs import Cell, Protocol, Run, config_of, cost_of, execute, plan_runs
+from ..compare.runs import Cell, PlannedRun, Protocol, config_of_run, cost_of, execute, plan_runs
 from ..core.errors import InputError
 
 
@@ -36,7 +36,8 @@ def run_comparison(
     if baseline and baseline not in {cell.text for cell in cells}:
         raise InputError("--baseline", baseline, "is not one of the cells", ", ".join(cell.text for cell in cells))
     if not protocol.compute and not protocol.seconds:
-        protocol = replace(protocol, compute=float(cost_of(config_of(cells[0], protocol, protocol.seeds[0], to)[0])))
+        first, _ = config_of_run(cells[0], protocol, protocol.seeds[0], to)
+        protocol = replace(protocol, compute=float(cost_of(first)))
     runs = plan_runs(cells, protocol, to)
     if dry_run and as_json:
         known = [(run.cell.text, run.config) for run in runs[: len(cells)]] if protocol.compute else []
@@ -72,7 +73,7 @@ def run_comparison(
         sys.exit(1)
 
 
-def _planned(runs: Sequence[Run], protocol: Protocol) -> Table:
+def _planned(runs: Sequence[PlannedRun], protocol: Protocol) -> Table:
     first = [run for run in runs if run.seed == protocol.seeds[0]]
     table = Table("cell", box=None, title=f"{len(first)} cells × {len(protocol.seeds)} seeds", title_justify="left")
     for name in ("epochs", "compute", "evaluated every"):
@@ -89,7 +90,7 @@ def _planned(runs: Sequence[Run], protocol: Protocol) -> Table:
 class ProgressTable:
     """Progress: bars on a terminal, a line for each finished run elsewhere."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[PlannedRun]) -> None:
         console = Console(stderr=True, highlight=False)
         self.total, self.printed = len(runs), 0
         self.progress = Progress(
@@ -106,7 +107,7 @@ class ProgressTable:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def update(self, running: list[Run], done: list[Run], failed: dict[str, str]) -> None:
+    def update(self, running: list[PlannedRun], done: list[PlannedRun], failed: dict[str, str]) -> None:
         self.progress.update(self.overall, completed=len(done) + len(failed))
         for run in running:
             if run.folder not in self.tasks:

@@ -29,9 +29,9 @@ def rewards_group(context: click.Context, overrides: tuple[str, ...], as_json: b
     if context.invoked_subcommand:
         return
     from ..rewards.catalog import BUILT_IN
-    from ..rewards.inspect import states
+    from ..rewards.inspect import availability
 
-    found = states(load_config("tree", ["rewards=none", *overrides]))
+    found = availability(load_config("tree", ["rewards=none", *overrides]))
     if as_json:
         facts = {name: BUILT_IN[name] for name, _ in found}
         listed = [

@@ -31,10 +31,10 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
 
     Example: arborl train tree.k=3 train.learning_rate=5e-5 run_name=wide
     """
-    from ..run.resume import start_of
+    from ..run.resume import resolve_start
     from ..trainer import train as run_training
 
-    config, going_on, over = start_of(resume, config_name, overrides)
+    config, going_on, over = resolve_start(resume, config_name, overrides)
     if over:
         if os.environ.get("RANK", "0") == "0":
             click.echo(f"{going_on} has come to its end already", err=True)

@@ -13,7 +13,7 @@ from ..engine.cost import BACKWARD_COST
 from ..run.folder import read_metrics, training_seconds
 from ..run.paths import SUMMARY
 from ..tools.files import write_atomically
-from .runs import Cell, Protocol, Run
+from .runs import Cell, PlannedRun, Protocol
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ def _short(value: float) -> str:
     return f"{value / 1e6:.2f} M" if value >= 1e6 else f"{value / 1e3:.0f} k" if value >= 1e4 else f"{value:.0f}"
 
 
-def read(runs: Sequence[Run], protocol: Protocol, baseline: str | None = None) -> Comparison:
+def read(runs: Sequence[PlannedRun], protocol: Protocol, baseline: str | None = None) -> Comparison:
     """Results of the finished runs. The baseline is the named cell, or the flat one with the best score."""
     finished = [run for run in runs if run.finished and curve(run)]
     if not finished:
         raise InputError("cells", None, "no run has come to a score")
     reward = next(iter(finished[0].config.rewards))
-    by_cell: dict[Cell, list[Run]] = {}
+    by_cell: dict[Cell, list[PlannedRun]] = {}
     for run in finished:
         by_cell.setdefault(run.cell, []).append(run)
     curves = {cell: {run.seed: curve(run) for run in of_cell} for cell, of_cell in by_cell.items()}
@@ -147,7 +147,7 @@ def read(runs: Sequence[Run], protocol: Protocol, baseline: str | None = None) -
     return Comparison(protocol, reward, base.text if base else None, target, equal, rows)
 
 
-def curve(run: Run) -> list[Point]:
+def curve(run: PlannedRun) -> list[Point]:
     """A run's evaluations. One belongs to the weights its epoch starts from, so it comes before the epoch's cost."""
     points: list[Point] = []
     compute = seconds = 0.0
@@ -161,7 +161,7 @@ def curve(run: Run) -> list[Point]:
     return points
 
 
-def _row(cell: Cell, runs: list[Run], curves: dict[int, list[Point]], equal: float, target: float | None) -> Row:
+def _row(cell: Cell, runs: list[PlannedRun], curves: dict[int, list[Point]], equal: float, target: float | None) -> Row:
     summaries = [json.loads((run.folder / SUMMARY).read_text()) for run in runs]
     finals = {seed: line[-1].score for seed, line in curves.items()}
     at_equal = [score_at(line, equal) for line in curves.values()]
@@ -184,7 +184,7 @@ def _row(cell: Cell, runs: list[Run], curves: dict[int, list[Point]], equal: flo
         peak_memory=max(summary["peak_memory"] for summary in summaries),
         score_at_equal_compute=statistics.mean(at_equal),
         stderr_at_equal_compute=_stderr(at_equal),
-        compute_to_baseline=None if target is None else reached(mean_curve(list(curves.values())), target),
+        compute_to_baseline=None if target is None else compute_to_reach(mean_curve(list(curves.values())), target),
         scores=finals,
         curves=curves,
     )
@@ -219,7 +219,7 @@ def band(lines: Sequence[Sequence[Point]], across: str) -> list[tuple[float, flo
     return found
 
 
-def reached(line: Sequence[tuple[float, float]], target: float) -> float | None:
+def compute_to_reach(line: Sequence[tuple[float, float]], target: float) -> float | None:
     """The compute at which a curve first comes to a score, linear between its points; None where it never does."""
     if line[0][1] >= target:
         return line[0][0]

@@ -85,7 +85,7 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     cell: Cell
     seed: int
     folder: Path
@@ -111,13 +111,13 @@ def cost_of(config: Config) -> int:
     return sum(islice(costs(config), config.train.epochs))
 
 
-def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Run]:
+def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[PlannedRun]:
     """Every run of a comparison, seed by seed; what is wrong with any of them is an `InputError` before the first."""
     check_settings(protocol.common)
     if len({cell.text for cell in cells}) < len(cells):
         raise InputError("cells", [cell.text for cell in cells], "a cell is named twice", "each once")
     # Pictures are judged after the same number of steps, whatever each method trains with.
-    first = config_of(cells[0], protocol, protocol.seeds[0], out)[0]
+    first = config_of_run(cells[0], protocol, protocol.seeds[0], out)[0]
     steps = f"eval.num_steps={first.eval.num_steps or first.sample.num_steps}"
     runs = [_plan_run(cell, seed, protocol, out, steps) for seed in protocol.seeds for cell in cells]
     for run in runs[1 : len(cells)]:
@@ -129,7 +129,7 @@ def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Run]
     return runs
 
 
-def config_of(cell: Cell, protocol: Protocol, seed: int, out: Path, *extra: str) -> tuple[Config, list[str]]:
+def config_of_run(cell: Cell, protocol: Protocol, seed: int, out: Path, *extra: str) -> tuple[Config, list[str]]:
     """A run's configuration, and the overrides of its preset that make it."""
     quiet = ["log.trackers=[]", "log.record_every=0", "log.keep=1"]
     place = [f"seed={seed}", f"run_name=seed-{seed}", f"log.dir={_quoted(str(out.resolve() / cell.folder))}"]
@@ -137,8 +137,8 @@ def config_of(cell: Cell, protocol: Protocol, seed: int, out: Path, *extra: str)
     return load_config(cell.preset, settings), settings
 
 
-def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path, *extra: str) -> Run:
-    config, settings = config_of(cell, protocol, seed, out)
+def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path, *extra: str) -> PlannedRun:
+    config, settings = config_of_run(cell, protocol, seed, out)
     if protocol.compute:
         epochs = epochs_within(config, protocol.compute)
         length, every = [f"train.epochs={epochs}"], max(1, epochs // protocol.points)
@@ -146,11 +146,11 @@ def _plan_run(cell: Cell, seed: int, protocol: Protocol, out: Path, *extra: str)
         length, every = [f"train.max_seconds={protocol.seconds}", f"train.epochs={UNLIMITED_EPOCHS}"], 10
     if not any(text.startswith("eval.every=") for text in settings):
         length.append(f"eval.every={every}")
-    config, settings = config_of(cell, protocol, seed, out, *extra, *length, f"log.save_every={every}")
+    config, settings = config_of_run(cell, protocol, seed, out, *extra, *length, f"log.save_every={every}")
     check_plan(config)
     folder = out.resolve() / cell.folder / config.run_name
     _check_same(folder, config, out)
-    return Run(cell, seed, folder, config, ["train", "--config-name", cell.preset, *settings])
+    return PlannedRun(cell, seed, folder, config, ["train", "--config-name", cell.preset, *settings])
 
 
 def _quoted(text: str) -> str:
@@ -171,7 +171,7 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
         raise InputError("--out", out, problem, "another folder, or the settings of that run")
 
 
-def command_of(run: Run) -> list[str]:
+def command_of(run: PlannedRun) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
     if is_locked(log_of(run)):
         raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
@@ -192,7 +192,7 @@ class Capacity:
     def max_runs(self) -> int:
         return self.workers or self.cores
 
-    def fits_another(self, running: Sequence[Run], at_start: dict[Path, int]) -> bool:
+    def fits_another(self, running: Sequence[PlannedRun], at_start: dict[Path, int]) -> bool:
         if not running or self.workers or not self.on_gpu:
             return len(running) < self.max_runs
         # What a run needs is known once it has done an epoch; the next may start when a little more than that is free.
@@ -216,9 +216,9 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def execute(
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     workers: int | None = None,
-    on_change: Callable[[list[Run], list[Run], dict[str, str]], None] = lambda running, done, failed: None,
+    on_change: Callable[[list[PlannedRun], list[PlannedRun], dict[str, str]], None] = lambda *_: None,
 ) -> dict[str, str]:
     """Run what is not finished; returns why those that failed did, by folder.
 
@@ -228,7 +228,7 @@ def execute(
     capacity, failed = Capacity(workers), dict[str, str]()
     waiting = [run for run in runs if not run.finished]
     done = [run for run in runs if run.finished]
-    running: dict[int, tuple[Run, BaseProcess]] = {}
+    running: dict[int, tuple[PlannedRun, BaseProcess]] = {}
     at_start: dict[Path, int] = {}
     threads = max(1, capacity.cores // min(capacity.max_runs, len(runs)))
     with _terminated_like_interrupted():
@@ -261,11 +261,11 @@ def execute(
     return failed
 
 
-def log_of(run: Run) -> Path:
+def log_of(run: PlannedRun) -> Path:
     return run.folder.parent / f"{run.folder.name}.log"
 
 
-def _start(run: Run, threads: int) -> BaseProcess:
+def _start(run: PlannedRun, threads: int) -> BaseProcess:
     """A process for the run, from one that has imported everything already where the system can fork."""
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver") if forks else multiprocessing.get_context("spawn")
@@ -281,7 +281,7 @@ def _start(run: Run, threads: int) -> BaseProcess:
     return process
 
 
-def _reason(run: Run, code: int) -> str:
+def _reason(run: PlannedRun, code: int) -> str:
     """An error that the run itself told, or how it ended."""
     if code < 0:
         return f"ended by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")

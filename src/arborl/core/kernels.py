@@ -67,10 +67,10 @@ def ddim(sigma: Tensor, sigma_next: Tensor, eta: Tensor, kappa: Tensor) -> Coeff
 
     s = η√((1-ᾱ')/(1-ᾱ)·(1-ᾱ/ᾱ')) never exceeds the level it reaches.
     """
-    signal, signal_next = torch.sqrt(1 - sigma**2), torch.sqrt(1 - sigma_next**2)
-    std = eta * sigma_next / sigma * torch.sqrt((1 - (signal / signal_next) ** 2).clamp_min(0))
+    alpha, alpha_next = torch.sqrt(1 - sigma**2), torch.sqrt(1 - sigma_next**2)
+    std = eta * sigma_next / sigma * torch.sqrt((1 - (alpha / alpha_next) ** 2).clamp_min(0))
     direction = torch.sqrt((sigma_next**2 - std**2).clamp_min(0))
-    return Coefficients(signal_next / signal, direction - signal_next / signal * sigma, std)
+    return Coefficients(alpha_next / alpha, direction - alpha_next / alpha * sigma, std)
 
 
 KERNELS: dict[str, Kernel] = {"ode": ode, "flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps, "ddim": ddim}
@@ -78,10 +78,10 @@ KERNELS: dict[str, Kernel] = {"ode": ode, "flow_sde": flow_sde, "dance_sde": dan
 TAKES_KAPPA = {"flow_sde", "dance_sde"}
 """Kernels whose noise may be scaled by κ while the drift keeps η."""
 
-USUAL_ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.7, "ddim": 1.0}
+DEFAULT_ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.7, "ddim": 1.0}
 """The noise level each kernel is published with (Flow-GRPO, DanceGRPO, –, DDPO)."""
 
-USUAL_KAPPA = {"dance_sde": 4.0}
+DEFAULT_KAPPA = {"dance_sde": 4.0}
 """BranchGRPO's scale of the noise at its splits; the others keep theirs."""
 
 
@@ -97,8 +97,8 @@ def coefficients(schedule: Schedule, kernel: str, step: Tensor, eta: Tensor, kap
 def x0_coefficients(schedule: Schedule, sigma: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """(a, b) such that x̂0 = a·x + b·v at noise level σ."""
     if schedule.prediction == "epsilon":
-        signal = schedule.alpha(sigma)
-        return 1 / signal, -sigma / signal
+        alpha = schedule.alpha(sigma)
+        return 1 / alpha, -sigma / alpha
     return schedule.alpha(sigma) if schedule.prediction == "v_prediction" else torch.ones_like(sigma), -sigma
 
 

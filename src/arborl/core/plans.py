@@ -208,7 +208,7 @@ def comb(
     check_leaves(num_trees * k * len(points), max_leaves)
     table, rests = schedule, dict[int, list[tuple[int, bool]]]()
     for point in points:
-        table, rows, second = tail.of(schedule, point + 1, table)
+        table, rows, second = tail.rows_from(schedule, point + 1, table)
         rests[point] = list(zip(rows, second, strict=True))
     # A node waits with the (row, of second order) of each step still before it; the spine's are worked out as it goes.
     spine = None

@@ -24,7 +24,7 @@ class Pruning(NamedTuple):
     step_fraction: float = 1.0  # share of the stochastic steps that is kept, drawn for each prompt
 
 
-NOTHING = Pruning()
+NO_PRUNING = Pruning()
 
 
 def slide_depths(depths: Sequence[int], epoch: int, interval: int, stop: int) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def slide_depths(depths: Sequence[int], epoch: int, interval: int, stop: int) ->
 def prune(
     plan: Plan,
     advantage: Float[Tensor, "prompts edges"],
-    how: Pruning = NOTHING,
+    how: Pruning = NO_PRUNING,
     key: Key = (0, 0),
     prompt_ids: Int[Tensor, " prompts"] | None = None,
 ) -> Bool[Tensor, "prompts edges"]:

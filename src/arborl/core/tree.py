@@ -185,7 +185,7 @@ class Tail(NamedTuple):
     solver: str = "euler"
     steps: int = 0
 
-    def of(
+    def rows_from(
         self, schedule: Schedule, start: int, table: Schedule | None = None
     ) -> tuple[Schedule, list[int], list[bool]]:
         """From level `start` to the end: `table` with the rows this takes, these rows, which are of second order."""
@@ -227,7 +227,7 @@ def grow(
     check_leaves(trees * math.prod(arity), max_leaves)
     # The first step after the last that branches or is stochastic.
     first = max((i for i in range(len(arity)) if arity[i] > 1 or eta[i] > 0), default=-1) + 1
-    table, rows, second = tail.of(schedule, first)
+    table, rows, second = tail.rows_from(schedule, first)
     steps = [*range(first), *rows]
     width, node = trees, 0
     parents: list[Tensor] = []

@@ -74,7 +74,7 @@ class Coordinator:
             os.write(2, f"\nfinishing {when} before leaving; interrupt again to leave at once\n".encode())
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python hands signals to the main thread alone; elsewhere whoever runs us deals with them
             return

@@ -21,7 +21,7 @@ from ..models.compile import outermost
 
 
 @cache
-def launcher_asks() -> bool:
+def launcher_requests_fsdp() -> bool:
     """Whether the accelerate config of the launch splits weights. From here on nobody else is to hear of it: accelerate
     would split them in its own way, and transformers leave text encoders and rewards empty on all ranks but the first.
     """
@@ -36,13 +36,13 @@ def launcher_asks() -> bool:
     return asked
 
 
-def how_to_split(config: Config, accelerator: Accelerator) -> str:
+def sharding_mode(config: Config, accelerator: Accelerator) -> str:
     """As `train.shard` says; where that is auto, as the accelerate config does. A process by itself has nobody to split
     with.
     """
     if accelerator.num_processes == 1 and not torch.distributed.is_initialized():
         return "no"
-    return {"auto": "full" if launcher_asks() else "no"}.get(config.train.shard, config.train.shard)
+    return {"auto": "full" if launcher_requests_fsdp() else "no"}.get(config.train.shard, config.train.shard)
 
 
 def mesh_of(accelerator: Accelerator, how: str) -> DeviceMesh:
@@ -77,7 +77,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def copies(tensor: Tensor, processes: int) -> tuple[int, int]:
+def replicas_and_shards(tensor: Tensor, processes: int) -> tuple[int, int]:
     """(copies of a tensor, parts of each copy); processes are numbered copy by copy."""
     parts = tensor.device_mesh.size(-1) if isinstance(tensor, DTensor) else 1
     return processes // parts, parts
@@ -98,7 +98,7 @@ def gathered_on_host(tensor: Tensor) -> Tensor:
     return gathered(tensor).detach().cpu().contiguous()
 
 
-def placed_like(tensor: Tensor, values: Tensor) -> Tensor:
+def to_sharding_of(tensor: Tensor, values: Tensor) -> Tensor:
     """Values that every process has, on the other's device and split as it is."""
     if not isinstance(tensor, DTensor) or isinstance(values, DTensor):
         return values.to(tensor.device)

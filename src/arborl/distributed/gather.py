@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from jaxtyping import Shaped
 from torch import Tensor
 
-from .fsdp import copies, local
+from .fsdp import local, replicas_and_shards
 
 
 def gather(values: Tensor, accelerator: Accelerator | None) -> Tensor:
@@ -30,16 +30,17 @@ def max_rank(value: float, accelerator: Accelerator | None) -> float:
     return float(gather(torch.tensor([value], dtype=torch.float64), accelerator).max())
 
 
-def gather_words(words: Sequence[str], accelerator: Accelerator | None) -> list[str]:
+def gather_strings(words: Sequence[str], accelerator: Accelerator | None) -> list[str]:
     """The words that any rank has, each once, sorted: the same list on every rank."""
     if accelerator is None or accelerator.num_processes == 1:
         return sorted(set(words))
     return sorted(set(gather_object(list(words))))
 
 
-def by_copy(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -> list[Shaped[Tensor, "copies parts"]]:
+def by_replica(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -> list[Shaped[Tensor, "copies parts"]]:
     """Every rank's value for each tensor, arranged so that values that must be equal stand in a column."""
-    return [column.view(copies(tensor, len(everyone))) for column, tensor in zip(everyone.T, tensors, strict=True)]
+    shapes = [replicas_and_shards(tensor, len(everyone)) for tensor in tensors]
+    return [column.view(shape) for column, shape in zip(everyone.T, shapes, strict=True)]
 
 
 def unequal_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:
@@ -47,5 +48,5 @@ def unequal_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> 
     if accelerator.num_processes == 1:
         return []
     held = [local(values.detach()).view(torch.int32).sum(dtype=torch.int64) for values in weights.values()]
-    found = by_copy(gather(torch.stack(held).cpu()[None], accelerator), list(weights.values()))
+    found = by_replica(gather(torch.stack(held).cpu()[None], accelerator), list(weights.values()))
     return [name for name, sums in zip(weights, found, strict=True) if bool((sums != sums[0]).any())]

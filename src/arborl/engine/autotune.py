@@ -23,8 +23,8 @@ from ..data.prompts import split_prompts
 from ..distributed.gather import any_rank, max_rank
 from ..models import Model, lora, model_class
 from .batches import settled
-from .cost import work
-from .method import places
+from .cost import count_model_calls
+from .method import window_plans
 from .state import State
 
 MEMORY_SHARE = 0.9
@@ -92,7 +92,7 @@ def forward_flops(model: Model, prompt: str) -> int:
     return counter.get_total_flops()
 
 
-def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, list[str]]:
+def should_compile(config: Config, flops: int, device: torch.device) -> tuple[bool, list[str]]:
     """Whether a run is compiled, and why where `auto` leaves it open. The settings decide, and no clock: a run that
     goes on decides alike.
     """
@@ -100,8 +100,8 @@ def compiles(config: Config, flops: int, device: torch.device) -> tuple[bool, li
         return config.compile == "on", []
     if not model_class(config).auto_compile:
         return False, ["compile=auto: off (this model has not been measured compiled; compile=on tries it)"]
-    around = places(config)
-    epoch = sum(work(config, plan, first).cost for first, plan in around) / len(around)
+    around = window_plans(config)
+    epoch = sum(count_model_calls(config, plan, first).cost for first, plan in around) / len(around)
     total = epoch * flops * config.train.epochs
     short = 0 < config.train.max_seconds < COMPILE_MIN_SECONDS or total < COMPILE_MIN_FLOPS
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
@@ -131,7 +131,7 @@ def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, promp
     update would not be one policy.
     """
     trained = (
-        max(len(plan.trained_parents) for _, plan in places(config))
+        max(len(plan.trained_parents) for _, plan in window_plans(config))
         * split_prompts(config.sample, processes).per_process
     )
     full = min(settled(config.train.batch_size), max(trained, model.min_batch_size))
@@ -151,7 +151,7 @@ def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, promp
 
 def max_rows(config: Config, processes: int = 1) -> dict[str, int]:
     """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
-    plan, prompts = places(config)[0][1], split_prompts(config.sample, processes).per_process
+    plan, prompts = window_plans(config)[0][1], split_prompts(config.sample, processes).per_process
     frontier = max(len(level.parents) for level in plan.levels)
     parents = math.ceil(len(plan.trained_parents) * prompts / config.train.updates)
     return {
@@ -195,7 +195,7 @@ def stage_call(
 
 def _predict(config: Config, model: Model, prompt: str) -> Callable[[int], torch.Tensor]:
     """The model's answer to so many rows of noise, of which a larger call has the same first."""
-    cond, time_of_first = model.encode([prompt]), float(places(config)[0][1].timestep[0])
+    cond, time_of_first = model.encode([prompt]), float(window_plans(config)[0][1].timestep[0])
 
     def predict(size: int) -> torch.Tensor:
         t = torch.full((size,), time_of_first, device=model.device)
@@ -308,11 +308,12 @@ def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
     return last.memory + slope * (size - last.size) <= MEMORY_SHARE * available_memory(device)
 
 
-def geometry(config: Config, processes: int = 1, split: bool = False) -> list[str]:
+def describe_batches(config: Config, processes: int = 1, split: bool = False) -> list[str]:
     """Prompts, leaves and updates in micro-batches, as lines of text: nothing has to divide anything."""
-    epoch, plan = places(config)[0]
+    epoch, plan = window_plans(config)[0]
     how, updates, size = split_prompts(config.sample, processes), config.train.updates, settled(config.train.batch_size)
-    one = work(config, plan, epoch).forward_backwards / split_prompts(config.sample).per_process  # parents of a prompt
+    calls = count_model_calls(config, plan, epoch)
+    one = calls.forward_backwards / split_prompts(config.sample).per_process  # parents of a prompt
     pictures = how.total * len(plan.leaves)
     lines = [f"{how.total} prompts × {len(plan.leaves)} leaves = {pictures} pictures an epoch"]
     if processes > 1:
@@ -321,6 +322,6 @@ def geometry(config: Config, processes: int = 1, split: bool = False) -> list[st
         lines[0] += f" ({empty} places stay empty)" if empty else ""
         lines[0] += "; weights are split between them (FSDP2)" if split else "; each has the whole model (DDP)"
     parents = math.ceil(one * how.per_process / updates)
-    calls = f"{math.ceil(parents / size)} micro-batches of up to {size}" if parents > size else "in one micro-batch"
+    batches = f"{math.ceil(parents / size)} micro-batches of up to {size}" if parents > size else "in one micro-batch"
     steps = f"{updates} optimizer steps" if updates > 1 else "one optimizer step"
-    return [*lines, f"{steps} an epoch, about {parents} parents{' a process' if processes > 1 else ''} each: {calls}"]
+    return [*lines, f"{steps} an epoch, about {parents} parents{' a process' if processes > 1 else ''} each: {batches}"]

@@ -20,7 +20,7 @@ from ..core.tensors import like
 from ..core.tree import Plan
 from ..data.prompts import Prompts
 from ..distributed.fsdp import local
-from ..distributed.gather import by_copy, gather
+from ..distributed.gather import by_replica, gather
 from ..models import Model
 from ..models.compile import uncompiled
 from ..rewards import Rewards
@@ -39,11 +39,11 @@ def gradient_sizes(
     if found:
         known = torch.tensor([grad is not None and grad.numel() > 0 for grad in own])
         sizes[known] = torch.stack(torch._foreach_norm(found, float("inf"))).float().cpu()  # one wait
-    everyone = by_copy(gather(sizes[None], accelerator), list(parameters.values()))
+    everyone = by_replica(gather(sizes[None], accelerator), list(parameters.values()))
     return {name: parts.amax(1).tolist() for name, parts in zip(parameters, everyone, strict=True)}
 
 
-def unequal(sizes: Mapping[str, Sequence[float]]) -> list[str]:
+def unequal_gradients(sizes: Mapping[str, Sequence[float]]) -> list[str]:
     """The parameters whose gradients are not the same on all ranks, as they must be once they are summed."""
     return [name for name, ranks in sizes.items() if max(ranks) - min(ranks) > 1e-4 * max(ranks)]
 
@@ -83,7 +83,7 @@ def ratio_bound(model: Model, accelerator: Accelerator) -> float:
     return RATIO_BOUND if single and accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
 
 
-class Step(NamedTuple):
+class StepCheck(NamedTuple):
     """The transitions of one denoising step, as the update sees them."""
 
     step: int
@@ -95,12 +95,12 @@ class Step(NamedTuple):
 
 
 @torch.no_grad()
-def steps_of(model: Model, rollout: Rollout, config: Config) -> list[Step]:
+def recheck_steps(model: Model, rollout: Rollout, config: Config) -> list[StepCheck]:
     """Every stochastic step of a rollout looked at again: one forward for each of its parents, and no more of them than
     a micro-batch has rows.
     """
     plan, size = rollout.plan, settled(config.train.batch_size)
-    found: list[Step] = []
+    found: list[StepCheck] = []
     for step in plan.step[plan.stochastic].unique().tolist():
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
         parents = plan.parent[here].unique()
@@ -125,7 +125,7 @@ def _edges_below(parent: Tensor, among: Tensor, rows: Tensor) -> tuple[Tensor, T
     return among[column], row
 
 
-def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor) -> Step:
+def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor) -> StepCheck:
     change = policy.log_density(children) - old
     # The log-density's height at the mean shows which noise it assumes.
     std = torch.exp(-policy.log_density(policy.mean) - 0.5 * math.log(2 * math.pi))
@@ -133,7 +133,7 @@ def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor) -> Step:
     formula = -0.5 * square / std**2 - torch.log(std) - 0.5 * math.log(2 * math.pi)
     noise = float((square / std**2).mean().sqrt())
     chance = 5 / math.sqrt(2 * children.numel())
-    return Step(
+    return StepCheck(
         step,
         float((change.exp() - 1).abs().max()),
         float(change.abs().max()),
@@ -143,7 +143,7 @@ def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor) -> Step:
     )
 
 
-def transitions(steps: list[Step], bound: float) -> list[Finding]:
+def check_transitions(steps: list[StepCheck], bound: float) -> list[Finding]:
     """Whether rollout and update are one policy, and whether its log-density is that of the noise that was drawn."""
     ratio, density = max(s.ratio for s in steps), max(s.density for s in steps)
     by_step = ", ".join(f"step {s.step}: {s.density:.1e}" for s in steps)
@@ -185,7 +185,7 @@ def watching_for_overflow(found: list[str]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def pictures(model: Model, latents: Float[Tensor, "n *latent"], size: int) -> tuple[Tensor, Finding]:
+def check_pictures(model: Model, latents: Float[Tensor, "n *latent"], size: int) -> tuple[Tensor, Finding]:
     """Decoded latents, and whether they are pictures. An overflow that clamping hides is found where it arose."""
     layers: list[str] = []
     with watching_for_overflow(layers), uncompiled():  # compiled code calls no hooks
@@ -221,13 +221,13 @@ def free_disk(config: Config, parameters: Mapping[str, Tensor], run: Path | None
     free = shutil.disk_usage(place).free
     return Finding(
         "free disk",
-        f"{amount(free)} at {place}; checkpoints take up to {amount(needed)}",
+        f"{format_bytes(free)} at {place}; checkpoints take up to {format_bytes(needed)}",
         free > needed,
         f"make room, keep fewer (log.keep={config.log.keep}), or write elsewhere (log.dir)",
     )
 
 
-def amount(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes for people."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
@@ -237,7 +237,7 @@ def amount(size: float) -> str:
 
 
 @torch.no_grad()
-def answers(rewards: Rewards, images: Tensor, prompts: Prompts) -> list[Finding]:
+def check_rewards(rewards: Rewards, images: Tensor, prompts: Prompts) -> list[Finding]:
     """Whether each reward answers, tells pictures apart, and scores each picture by its own prompt."""
     return [_answer(rewards, name, images, prompts) for name in rewards.functions]
 
@@ -307,7 +307,7 @@ def spread_of(scores: Float[Tensor, "prompts leaves"], tree: Int[Tensor, " leave
     return Spread(float(squares.nanmean().sqrt()), float(((means - means.nanmean()) ** 2).nanmean().sqrt()))
 
 
-def spread(found: Mapping[int, Spread], window: int) -> Finding:
+def check_spread(found: Mapping[int, Spread], window: int) -> Finding:
     """Whether the leaves of a tree score differently enough to learn from; by the place of the window."""
     here = found[window]
     shown = f"{here.within:.3g} within a tree, {here.between:.3g} between trees"

@@ -13,21 +13,13 @@ from ..core.noise import fold
 from ..core.prune import Pruning, prune
 from ..core.tree import Plan
 from ..data.prompts import split_prompts
-from .method import (
-    eta_of,
-    kernel_of,
-    naming_settings,
-    places,
-    pruning,
-    schedule_of,
-    window_of,
-)
+from .method import eta_of, kernel_of, naming_settings, pruning, schedule_of, window_of, window_plans
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
 
 
-class Work(NamedTuple):
+class ModelCalls(NamedTuple):
     """Model calls of an epoch, on one latent each."""
 
     forwards: int
@@ -38,7 +30,7 @@ class Work(NamedTuple):
         return self.forwards + BACKWARD_COST * self.forward_backwards
 
 
-def work(config: Config, plan: Plan, epoch: int) -> Work:
+def count_model_calls(config: Config, plan: Plan, epoch: int) -> ModelCalls:
     """The work of an epoch per process, rollout and update (a KL's forwards of the reference apart).
 
     Exact where all leaves have scores, but for `prune.width_mode=best_and_worst`, whose chains may share a parent:
@@ -51,18 +43,18 @@ def work(config: Config, plan: Plan, epoch: int) -> Work:
         key, ids = fold(config.seed, epoch), torch.arange(prompts)
         keep = keep & prune(plan, rising.expand(prompts, -1), how._replace(width_mode="off"), key, ids)
     parents = torch.zeros(len(keep), plan.nodes).index_add(1, plan.parent, keep.float())
-    return Work(plan.forwards * prompts, int((parents > 0).sum()) * prompts // len(keep))
+    return ModelCalls(plan.forwards * prompts, int((parents > 0).sum()) * prompts // len(keep))
 
 
 def costs(config: Config) -> Iterator[int]:
     """The cost of each epoch in forwards, without end; a KL's forwards of the reference included."""
-    around, known = places(config), dict[tuple[int, Pruning], int]()
+    around, known = window_plans(config), dict[tuple[int, Pruning], int]()
     for epoch in itertools.count():
         place = epoch // config.tree.tou % len(around)
         plan = around[place][1]
         stage = place, pruning(config, plan, epoch)
         if stage not in known or stage[1].step_fraction < 1:  # which steps are drawn changes the cost
-            found = work(config, plan, epoch)
+            found = count_model_calls(config, plan, epoch)
             known[stage] = found.cost + (found.forward_backwards if config.train.kl > 0 else 0)
         yield known[stage]
 
@@ -97,11 +89,11 @@ def flat_equivalent(config: Config, leaves: int) -> Plan:
 
 def forecast(config: Config) -> dict[str, Any]:
     """Counts per process and epoch, for every place of the window, and for flat GRPO with as many pictures."""
-    prompts, around = split_prompts(config.sample).per_process, places(config)
+    prompts, around = split_prompts(config.sample).per_process, window_plans(config)
     leaves = len(around[0][1].leaves)
     flat = flat_equivalent(config, leaves)
-    whole = Work(flat.forwards * prompts, len(flat.trained_parents) * prompts)
-    found = [work(config, plan, epoch) for epoch, plan in around]
+    whole = ModelCalls(flat.forwards * prompts, len(flat.trained_parents) * prompts)
+    found = [count_model_calls(config, plan, epoch) for epoch, plan in around]
     return {
         "plan": config.tree.plan,
         "kernel": around[0][1].kernel,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather, gather_words
+from ..distributed.gather import gather, gather_strings
 from ..models.base import Model
 from ..rewards.base import Rewards
 from .batches import settled
@@ -72,10 +72,12 @@ def evaluate(
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))
     # A rank whose reward has failed from the start may not know its parts; all must gather the same, in one order.
-    names, unknown = gather_words([*own], accelerator), torch.full_like(ids, torch.nan, dtype=torch.float32)
+    names, unknown = gather_strings([*own], accelerator), torch.full_like(ids, torch.nan, dtype=torch.float32)
     parts = {name: gather(own.get(name, unknown), accelerator)[:total] for name in names}
     parts = {name: parts[name] for name in [*own, *(name for name in names if name not in own)]}
-    reasons = gather_words([f"rewards.{name} failed ({why})" for name, (_, why) in scores.lost.items()], accelerator)
+    reasons = gather_strings(
+        [f"rewards.{name} failed ({why})" for name, (_, why) in scores.failures.items()], accelerator
+    )
     valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
     return Evaluation(
         mean={name: float(v.mean()) for name, v in valid.items()},

@@ -16,21 +16,21 @@ from ..config.schema import Config
 from ..core import plans
 from ..core.advantage import ADVANTAGES
 from ..core.errors import ArgumentError, InputError
-from ..core.kernels import USUAL_ETA, USUAL_KAPPA, sde_able
+from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, sde_able
 from ..core.noise import fold, normal
 from ..core.prune import Pruning, prune, slide_depths
 from ..core.schedule import Schedule, window_start
 from ..core.tree import Plan, Tail
 from ..data.prompts import split_prompts
 from ..models import model_class
-from ..tools.imports import find
+from ..tools.imports import import_object
 
 MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
 """Of all places of a window, of a process in an epoch, of a run. What is beyond is a slip of the pen, refused before
 it can fill the memory.
 """
 
-SETTINGS = {
+SETTING_OF_ARGUMENT = {
     "kernel": "kernel.name",
     "eta": "kernel.eta",
     "steps": "sample.num_steps",
@@ -51,7 +51,7 @@ def naming_settings() -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        raise error.renamed(SETTINGS) from None
+        raise error.renamed(SETTING_OF_ARGUMENT) from None
 
 
 def kernel_of(config: Config) -> str:
@@ -61,7 +61,7 @@ def kernel_of(config: Config) -> str:
 
 
 def eta_of(config: Config) -> float:
-    return USUAL_ETA[kernel_of(config)] if config.kernel.eta is None else config.kernel.eta
+    return DEFAULT_ETA[kernel_of(config)] if config.kernel.eta is None else config.kernel.eta
 
 
 def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
@@ -84,7 +84,7 @@ def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     knobs = asdict(config.tree) | asdict(config.kernel) | asdict(config.sample)  # a plan takes those it knows
     knobs |= {"eta": eta_of(config), "tail": Tail(config.sample.tail_solver, config.sample.tail_steps)}
     if config.tree.split_noise_scale is None:
-        knobs["split_noise_scale"] = USUAL_KAPPA.get(kernel, 1.0)
+        knobs["split_noise_scale"] = DEFAULT_KAPPA.get(kernel, 1.0)
     with naming_settings():
         return plans.PLANS[config.tree.plan](schedule, kernel, epoch, **knobs)
 
@@ -124,7 +124,7 @@ def pruning(config: Config, plan: Plan, epoch: int) -> Pruning:
     return Pruning(depths, settings.width_mode, settings.width_ratio, settings.step_fraction)
 
 
-def places(config: Config) -> list[tuple[int, Plan]]:
+def window_plans(config: Config) -> list[tuple[int, Plan]]:
     """(epoch of its first visit, plan) for every place the window comes to; at an epoch it stands at number
     (epoch // tou) modulo their count.
     """
@@ -146,12 +146,12 @@ def places(config: Config) -> list[tuple[int, Plan]]:
 
 def plans_of_a_run(config: Config) -> list[tuple[int, Plan]]:
     """(where the window stands, plan) for each of its places, in order of the first visit."""
-    return [(window_of(config, plan, epoch), plan) for epoch, plan in places(config)]
+    return [(window_of(config, plan, epoch), plan) for epoch, plan in window_plans(config)]
 
 
-def stages(config: Config) -> Iterator[tuple[int, Plan]]:
+def plan_variants(config: Config) -> Iterator[tuple[int, Plan]]:
     """(epoch, plan) for every combination of a window's place and what is pruned that the run comes to."""
-    around, prune, epochs = places(config), config.prune, config.train.epochs
+    around, prune, epochs = window_plans(config), config.prune, config.train.epochs
     # No depth is below the last step; one that is said to be is refused when the first stage is looked at.
     first = min(prune.depth, default=0) - (prune.stop_depth or 0)
     moves = max(0, min(first, config.sample.num_steps)) if prune.depth_slide else 0
@@ -176,7 +176,7 @@ def check_plan(config: Config) -> None:
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
     if advantage.name not in ADVANTAGES:
         try_advantage(config, plan_at(config))
-    for epoch, plan in stages(config):
+    for epoch, plan in plan_variants(config):
         if len(plan.leaves) < 2:
             keys = "sample.group_size" if config.tree.plan in ("flat", "mix") else "tree.k and sample.num_trees"
             raise InputError(
@@ -222,8 +222,8 @@ def advantage_of(config: Config) -> Callable[..., Tensor]:
     name = config.advantage.name
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    own = find("advantage.name", name, ADVANTAGES)
-    knobs = knobs_of(config)
+    own = import_object("advantage.name", name, ADVANTAGES)
+    knobs = advantage_arguments(config)
     try:
         inspect.signature(own).bind("plan", "scores", "log_density", **knobs)
     except (TypeError, ValueError):  # ValueError: nobody can say what it takes
@@ -236,7 +236,7 @@ def advantage_of(config: Config) -> Callable[..., Tensor]:
     return checked
 
 
-def knobs_of(config: Config, spread: float | None = None) -> dict[str, Any]:
+def advantage_arguments(config: Config, spread: float | None = None) -> dict[str, Any]:
     """An advantage's keyword arguments. `spread` is the standard deviation of the epoch's leaves."""
     knobs = asdict(config.advantage)
     del knobs["name"]
@@ -250,7 +250,7 @@ def try_advantage(config: Config, plan: Plan) -> None:
     """
     address = torch.tensor([[0, 0, 0], [1, 0, 0]])
     scores, density = (normal(fold(0, n), address, (count,)) for n, count in enumerate((len(plan.leaves), plan.edges)))
-    advantage_of(config)(plan, scores.double(), density, **knobs_of(config, 1.0))
+    advantage_of(config)(plan, scores.double(), density, **advantage_arguments(config, 1.0))
 
 
 def _checked(name: str, answer: object, shape: tuple[int, int]) -> Tensor:

@@ -23,12 +23,12 @@ def as_bytes(pictures: Shaped[Tensor, "n *picture"]) -> Tensor:
     return (pictures * 255).round().clamp(0, 255).to(torch.uint8).cpu()
 
 
-def stills(pictures: Shaped[Tensor, "n *picture"]) -> Shaped[Tensor, "n 3 height width"]:
+def middle_frames(pictures: Shaped[Tensor, "n *picture"]) -> Shaped[Tensor, "n 3 height width"]:
     """Pictures as they are; of videos the frame in the middle."""
     return pictures if pictures.ndim == 4 else pictures[:, pictures.shape[1] // 2]
 
 
-DARK, VIVID, EDGE = 0.05, 0.9, 0.1
+DARK, SATURATED, EDGE = 0.05, 0.9, 0.1
 """Luma below which a pixel is dark, spread of its channels above which it is saturated, step that makes an edge."""
 BINS = 8
 THUMBNAIL = 16
@@ -48,7 +48,7 @@ def statistics(images: Float[Tensor, "n 3 height width"]) -> dict[str, Float[Ten
     share = counts / colour.shape[1]
     return {
         "dark": (luma < DARK).float().mean((1, 2)),
-        "saturated": (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2)),
+        "saturated": (images.amax(1) - images.amin(1) > SATURATED).float().mean((1, 2)),
         "entropy": torch.special.entr(share).sum(1) / math.log(2),
         "edges": (steps > EDGE).float().mean((1, 2)),
     }
@@ -97,14 +97,14 @@ def decode_and_score(
     answers: list[dict[str, Tensor]] = []
     like: list[dict[str, Tensor]] = []
     small: list[Tensor] = []
-    lost: dict[str, Failures] = {}
+    failures: dict[str, Failures] = {}
     pictures = [torch.empty(0, dtype=torch.uint8)]
     pending: Future[Answers] | None = None
 
     def keep(answer: Answers) -> None:
         answers.append(answer.scores)
-        for name, (more, why) in answer.lost.items():
-            lost[name] = Failures(more + (lost[name].pictures if name in lost else 0), why)
+        for name, (more, why) in answer.failures.items():
+            failures[name] = Failures(more + (failures[name].pictures if name in failures else 0), why)
 
     with ThreadPoolExecutor(1) as other, rewards.cancelled():
         for batch in batches(len(flat), batch_size):
@@ -118,7 +118,7 @@ def decode_and_score(
                 pending = other.submit(torch.no_grad()(rewards.__call__), images, some.texts, some.columns)
             else:
                 keep(rewards(images, some.texts, some.columns))
-            shown = stills(images)
+            shown = middle_frames(images)
             like.append({name: values.cpu() for name, values in statistics(shown).items()} if measured else {})
             small.append(thumbnails(shown))
             if index[0] < keep_pictures:
@@ -127,7 +127,7 @@ def decode_and_score(
             keep(pending.result())
     parts = {name: values.view(-1, count) for name, values in _joined(answers).items()}
     return Scored(
-        rewards.combine(parts, lost),
+        rewards.combine(parts, failures),
         {name: torch.cat([some[name] for some in like]).view(-1, count) for name in like[0]},
         torch.cat(small).unflatten(0, (-1, count)),
         torch.cat(pictures[1:] or pictures),
@@ -152,7 +152,7 @@ def score_leaves(
     found, _, small, _ = decode_and_score(model, rewards, leaves[:real], prompts, batch_size, stage=stage)
     apart[:real] = diversity(small)
     parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
-    return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.lost), apart
+    return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.failures), apart
 
 
 def _joined(answers: list[dict[str, Tensor]]) -> dict[str, Float[Tensor, " n"]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import InputError
-from ..distributed.fsdp import is_sharded, placed_like
+from ..distributed.fsdp import is_sharded, to_sharding_of
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -78,4 +78,4 @@ class State:
 @torch.no_grad()
 def copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
     for name, parameter in parameters.items():
-        parameter.copy_(placed_like(parameter.detach(), tensors[name]))
+        parameter.copy_(to_sharding_of(parameter.detach(), tensors[name]))

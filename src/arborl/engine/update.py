@@ -22,7 +22,7 @@ from ..core.tree import Plan
 from ..data.prompts import LocalPrompts
 from ..models.base import Model
 from .batches import batches, settled, to_device
-from .checks import gradient_sizes, reached_groups, unequal
+from .checks import gradient_sizes, reached_groups, unequal_gradients
 from .rollout import Rollout
 from .state import State
 
@@ -76,13 +76,13 @@ def update(
     config: Config,
     key: Key,
     local: LocalPrompts,
-    examine: bool = True,
+    check_gradients: bool = True,
 ) -> Stats:
     """`train.updates` optimizer steps over a seeded partition of the parents.
 
     A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
     change it. A step none of whose edges has an advantage is left out on every rank, unless there is a KL to follow.
-    `examine` looks where the first two steps' gradients came to, and whether all ranks have the same.
+    `check_gradients` looks where the first two steps' gradients came to, and whether all ranks have the same.
     """
     stats, train = Stats(), config.train
     if rollout.x0 is not None:
@@ -111,9 +111,9 @@ def update(
                     raise InputError("model.train", None, "no trained weight has a part in the model's answer")
                 # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
                 accelerator.backward(loss * (accelerator.num_processes / count))
-        if examine and stats.steps < 2:
+        if check_gradients and stats.steps < 2:
             sizes = gradient_sizes(state.parameters, accelerator)
-            stats.unequal += unequal(sizes)
+            stats.unequal += unequal_gradients(sizes)
             reached = reached_groups({name: max(ranks) for name, ranks in sizes.items()})
             stats.reached = {name: found or stats.reached.get(name, False) for name, found in reached.items()}
         norm = clip_gradients(state.parameters.values(), train.max_grad_norm)

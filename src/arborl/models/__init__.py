@@ -4,7 +4,7 @@ import torch
 
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..tools.imports import find
+from ..tools.imports import import_object
 from .activation_checkpointing import checkpoint_activations
 from .base import Cond, Model
 from .source import Source
@@ -33,7 +33,7 @@ PIPELINES = {
 def model_class(config: Config) -> type[Model]:
     """The class that drives the configured model: named, or told by the pipeline's own index."""
     family = config.model.family if config.model.family != "auto" else family_of(config.model.path)
-    found = find("model.family", FAMILIES.get(family, family), ["auto", *FAMILIES])
+    found = import_object("model.family", FAMILIES.get(family, family), ["auto", *FAMILIES])
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise InputError("model.family", family, "is not a subclass of arborl.models.Model")
     if missing := sorted(found.__abstractmethods__):

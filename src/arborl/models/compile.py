@@ -16,20 +16,20 @@ from ..tools.cache import cache_home
 
 BACKEND = "inductor"
 """torch.compile's backend."""
-KEPT_IN = "TORCHINDUCTOR_CACHE_DIR"
-GRAPHS = 64
+CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+MAX_GRAPHS = 64
 """Graphs that one piece of code may be compiled to: kinds of blocks, with and without gradients and adapters."""
 
 
 def compile_blocks(module: nn.Module) -> None:
     """Compile a module's repeated blocks in place; one that has none, as a whole."""
     for block in [*blocks(module)] or [module]:
-        compile_calls(block)
+        compile_forward(block)
 
 
-def compile_calls(module: nn.Module) -> None:
+def compile_forward(module: nn.Module) -> None:
     """Have a module called as compiled code. Names of weights stay, and hooks around the call are outside of it."""
-    prepare()
+    configure_compiler()
     plain = module.forward
     run = torch.compile(plain, backend=BACKEND)
 
@@ -63,15 +63,15 @@ def uncompiled() -> Iterator[None]:
         _OFF.pop()
 
 
-def prepare() -> None:
+def configure_compiler() -> None:
     """Room for every graph a run needs; and a place for them that outlives the run, unless the user has one."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # a second of imports
 
-    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     # It would cut blocks at DDP's buckets, to send gradients while others are computed; blocks are apart anyway.
     torch._dynamo.config.optimize_ddp = False
-    if os.environ.get(KEPT_IN, default_cache_dir()) == default_cache_dir():
-        os.environ[KEPT_IN] = str(cache_home() / "compiled")
+    if os.environ.get(CACHE_DIR_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE_DIR_VARIABLE] = str(cache_home() / "compiled")
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -45,7 +45,7 @@ class FluxModel(PipelineModel):
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
-        self.told_guidance = bool(self.source.config("transformer").get("guidance_embeds"))
+        self.takes_guidance = bool(self.source.config("transformer").get("guidance_embeds"))
         keep_gradients_whole(self.pipe.transformer)
 
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class FluxModel(PipelineModel):
         out = self.module(
             hidden_states=pack(x),
             timestep=t / 1000,
-            guidance=scale if self.told_guidance else None,
+            guidance=scale if self.takes_guidance else None,
             pooled_projections=pooled,
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=x.device),

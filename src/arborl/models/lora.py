@@ -48,7 +48,7 @@ def is_injected(module: nn.Module) -> bool:
     return any(".lora_A." in name for name, _ in module.named_parameters())
 
 
-def pairs(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+def matrices(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Each adapted layer's two matrices on the host, the scale in the second: b·a is what is added to its weight."""
     from peft.tuners.lora import LoraLayer
 

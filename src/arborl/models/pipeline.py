@@ -20,11 +20,11 @@ from ..data.prompts import HELDOUT_PICTURES, PICTURES
 from ..tools.quiet import quiet_libraries
 from . import lora
 from .base import Cond, Model
-from .compile import compile_calls, uncompiled
+from .compile import compile_forward, uncompiled
 from .guidance import guided
 from .source import Source
 
-SAME_PICTURE, SAME_PIXEL = 4e-3, 0.1
+MAX_MEAN_DIFFERENCE, MAX_PIXEL_DIFFERENCE = 4e-3, 0.1
 """Mean and largest difference of pixels up to which half precision draws the same picture."""
 JOINT_ATTENTION = (
     "attn.add_k_proj",
@@ -83,7 +83,8 @@ class PipelineModel(Model):
         self.latent_shape = self.latent_shape_for(self.source, config)
         self.embedding_cache = self.embeddings(config, device)
         self.decoder_compiled = False
-        self.decoding = torch.float32 if config.model.vae_dtype == "auto" else getattr(torch, config.model.vae_dtype)
+        vae_dtype = config.model.vae_dtype
+        self.decode_dtype = torch.float32 if vae_dtype == "auto" else getattr(torch, vae_dtype)
         precision = dtypes(self.trained_component, config, device)
         self.dtype = precision[self.trained_component]
         self.pipe = self.source.load(
@@ -194,8 +195,8 @@ class PipelineModel(Model):
     def decode(self, latents: Tensor) -> Tensor:
         if self.decoder_compiled and len(latents) == 1 and self.config.sample.decode_batch_size != 1:
             return self.decode(latents.expand(2, *latents.shape[1:]))[:1]  # a single row would be compiled anew
-        half = self.decoding != torch.float32
-        with torch.autocast(latents.device.type, self.decoding, enabled=half):
+        half = self.decode_dtype != torch.float32
+        with torch.autocast(latents.device.type, self.decode_dtype, enabled=half):
             pixels = self.pixels(latents.float())
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
@@ -214,24 +215,25 @@ class PipelineModel(Model):
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             decoder.to(memory_format=torch.channels_last)
-        compile_calls(decoder)
+        compile_forward(decoder)
         self.decoder_compiled = True
         if on_gpu and self.vae_fp16_safe and self.config.model.vae_dtype == "auto":
-            self.decoding = torch.float16
+            self.decode_dtype = torch.float16
         noise = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
         return [*messages, *self.check_decoder(noise)]
 
     def check_decoder(self, latents: Tensor) -> list[str]:
-        if self.decoding == torch.float32 or self.config.model.vae_dtype != "auto":
+        if self.decode_dtype == torch.float32 or self.config.model.vae_dtype != "auto":
             return []
-        half, found = self.decoding, self.decode(latents)
-        self.decoding = torch.float32
+        half, found = self.decode_dtype, self.decode(latents)
+        self.decode_dtype = torch.float32
         with uncompiled():
             off = (found - torch.cat([self.decode(part) for part in latents.split(1)])).abs()
-        if float(off.mean()) <= SAME_PICTURE and float(off.max()) <= SAME_PIXEL:  # not so for what is no number
-            self.decoding = half
+        mean, largest = float(off.mean()), float(off.max())
+        if mean <= MAX_MEAN_DIFFERENCE and largest <= MAX_PIXEL_DIFFERENCE:  # not so for what is no number
+            self.decode_dtype = half
             return []
-        size = f"{float(off.mean()):.1e} on average, {float(off.max()):.2g} at most"
+        size = f"{mean:.1e} on average, {largest:.2g} at most"
         return [f"pictures are decoded in float32 from now on: in float16 their pixels differ by {size}"]
 
     @classmethod

@@ -15,7 +15,7 @@ from .. import __version__
 from ..config import knobs, load_config, read_config
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..rewards.base import weights_of
+from ..rewards.base import reward_weights
 from ..run.drawings import leaf_order
 from ..run.folder import STAGES, check_is_run, flat, read_metrics, seconds_by_stage
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
@@ -33,7 +33,7 @@ def run_data(folder: Path) -> dict[str, Any]:
     """Everything a run's page shows. A run that is still going on is shown as far as it has come."""
     check_is_run(folder)
     config, rows = read_config(folder / CONFIG), read_metrics(folder)
-    weights = weights_of(config.rewards, config.eval.rewards)
+    weights = reward_weights(config.rewards, config.eval.rewards)
     # One that is being written has no JSON yet, and waits for the next look.
     trees = epoch_files(folder / TREES, ".json")
     sheets = _sheet_files(folder)

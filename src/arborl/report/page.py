@@ -15,7 +15,7 @@ import jinja2
 from ..core.errors import InputError
 from ..run.paths import REPORT
 from ..tools.files import write_atomically
-from ..tools.imports import find
+from ..tools.imports import import_object
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
@@ -30,7 +30,7 @@ PAGE_SCRIPTS = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("com
 def read(folder: Path) -> dict[str, Any]:
     """Data of the page of a run's folder, or of a comparison's."""
     if (folder / COMPARISON).is_file():
-        return find("report", COMPARISON_DATA, ())(folder)
+        return import_object("report", COMPARISON_DATA, ())(folder)
     return run_data(folder)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config.schema import Config, RewardConfig
 from ..core.advantage import combine
 from ..core.errors import InputError
-from ..tools.imports import find
+from ..tools.imports import import_object
 from .catalog import BUILT_IN
 
 Columns = Mapping[str, Sequence[object]]
@@ -52,14 +52,14 @@ class Scores:
 
     parts: dict[str, Float[Tensor, "prompts leaves"]]
     total: Float[Tensor, "prompts leaves"]
-    lost: dict[str, Failures] = field(default_factory=dict)
+    failures: dict[str, Failures] = field(default_factory=dict)
 
 
 class Answers(NamedTuple):
     """Scores of some pictures by reward and `reward/part`, NaN where there is none; and what failures cost."""
 
     scores: dict[str, Float[Tensor, " n"]]
-    lost: dict[str, Failures]
+    failures: dict[str, Failures]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rewards:
 
     functions: dict[str, Reward]
     weights: dict[str, float]
-    how: str = "zscore"
+    combine_how: str = "zscore"
     held_out: frozenset[str] = frozenset()
     names: dict[str, list[str]] = field(default_factory=dict)  # what each reward was seen to answer: itself, its parts
 
@@ -97,7 +97,7 @@ class Rewards:
         return [name for name in self.functions if name in self.held_out]
 
     @property
-    def aims(self) -> dict[str, float]:
+    def directions(self) -> dict[str, float]:
         """Which way each reward is to go: 1 up, -1 down for one with a negative weight."""
         return {name: -1.0 if self.weights[name] < 0 else 1.0 for name in self.functions}
 
@@ -108,7 +108,7 @@ class Rewards:
         with it for good, such as a result of the wrong shape, still ends the run; `strict`, so does everything.
         """
         scores: dict[str, Tensor] = {}
-        lost: dict[str, Failures] = {}
+        failed: dict[str, Failures] = {}
         broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
         for name, function in self.functions.items():
             try:
@@ -118,22 +118,22 @@ class Rewards:
             except Exception as error:
                 if strict:
                     raise
-                lost[name] = Failures(len(prompts), first_line(error))
+                failed[name] = Failures(len(prompts), first_line(error))
                 scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
                 continue
             if failures := getattr(function, "take_failures", list)():
-                lost[name] = Failures(sum(some.pictures for some in failures), failures[-1].why)
+                failed[name] = Failures(sum(some.pictures for some in failures), failures[-1].why)
             named = _named(name, answer, len(prompts))
             self.names[name] = [part for part, _ in named]
             scores |= {part: torch.where(broken, torch.nan, values) for part, values in named}
-        return Answers(scores, lost)
+        return Answers(scores, failed)
 
     def combine(
-        self, parts: dict[str, Float[Tensor, "prompts leaves"]], lost: dict[str, Failures] | None = None
+        self, parts: dict[str, Float[Tensor, "prompts leaves"]], failures: dict[str, Failures] | None = None
     ) -> Scores:
         weighed = {name: parts[name] for name in self.functions if self.weights[name]}
         none = torch.full_like(next(iter(parts.values())), torch.nan)  # where rewards are only looked at
-        return Scores(parts, combine(weighed, self.weights, self.how) if weighed else none, lost or {})
+        return Scores(parts, combine(weighed, self.weights, self.combine_how) if weighed else none, failures or {})
 
 
 def _named(name: str, answer: object, count: int) -> list[tuple[str, Float[Tensor, " n"]]]:
@@ -183,7 +183,7 @@ def rewards_of(config: Config, trains: bool = True) -> Rewards:
 
 def load_rewards(
     configs: Mapping[str, RewardConfig],
-    how: str = "zscore",
+    combine_how: str = "zscore",
     pipeline: str = "",
     watched: Collection[str] = (),
     trains: bool = True,
@@ -193,7 +193,7 @@ def load_rewards(
     Weights are looked for and not read: that is for the first call, on the pictures' device. `pipeline` is the model
     that is trained, whose tokenizer may serve a reward too.
     """
-    weights = weights_of(configs, watched)
+    weights = reward_weights(configs, watched)
     configs = {**configs, **{name: RewardConfig() for name in watched if name not in configs}}
     if not configs:
         raise InputError(
@@ -220,10 +220,10 @@ def load_rewards(
             problems.append(str(error))
     if problems:
         raise InputError.joined(problems)
-    return Rewards(functions, weights, how, frozenset(name for name in watched if weights[name] == 0))
+    return Rewards(functions, weights, combine_how, frozenset(name for name in watched if weights[name] == 0))
 
 
-def weights_of(configs: Mapping[str, RewardConfig], watched: Collection[str]) -> dict[str, float]:
+def reward_weights(configs: Mapping[str, RewardConfig], watched: Collection[str]) -> dict[str, float]:
     """The weight of every configured or watched reward; without one of its own, what is watched is not trained."""
     own = {name: config.weight for name, config in configs.items() if config.weight is not None}
     return {name: own.get(name, float(name not in watched)) for name in [*configs, *watched]}
@@ -242,7 +242,7 @@ def make_reward(name: str, config: RewardConfig, pipeline: str = "") -> Reward:
         problem = "is not set, and there is no built-in reward of that name"
         raise InputError(key, None, problem, f"package.module:function, or of {', '.join(BUILT_IN)}")
     known = BUILT_IN.get(spec)
-    found: Any = find(key, known.fn if known else spec, BUILT_IN)
+    found: Any = import_object(key, known.fn if known else spec, BUILT_IN)
     if known and isinstance(found, type):
         return found(name, config, pipeline)
     try:

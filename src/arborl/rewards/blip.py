@@ -12,7 +12,7 @@ from ..config.schema import RewardConfig
 from ..core.errors import InputError
 from ..tools.quiet import quiet_libraries
 from .catalog import IMAGEREWARD
-from .clip import TOY, affine
+from .clip import TOY_MAX_WIDTH, affine
 from .files import Weights, check_names, collect_missing, converted, read_tensors, tensors_of
 from .neural import NetworkReward
 from .preprocessing import centre_crop, normalised
@@ -142,7 +142,7 @@ def blip_configs(key: str, path: Path, tensors: Mapping[str, Tensor], heads: tup
             key, path, "does not hold ImageReward (a tensor is of another shape)", IMAGEREWARD.file
         ) from None
     sizes = (len(patches), vision_config.num_hidden_layers, words.shape[1], text_config.num_hidden_layers)
-    if max(sizes) > TOY and sizes != SIZES:
+    if max(sizes) > TOY_MAX_WIDTH and sizes != SIZES:
         problem = f"holds another BLIP ({sizes[0]} wide, {sizes[1]} layers) than ImageReward's"
         raise InputError(key, path, problem, IMAGEREWARD.file)
     with quiet_libraries(), torch.device("meta"):

@@ -27,7 +27,7 @@ from .tokenizers import END, START, ClipTokens
 HEADS = (16, 16)
 """Attention heads of ViT-H-14's picture and text parts: what the shapes of its weights do not tell."""
 
-VIT_H, TOY = (1280, 32, 1024, 24), 256
+VIT_H, TOY_MAX_WIDTH = (1280, 32, 1024, 24), 256
 """Its widths and layers, pictures first; and how wide toys are, which may have any size (no published CLIP is one)."""
 
 _networks: WeakValueDictionary[tuple[str, torch.device, torch.dtype], Any] = WeakValueDictionary()
@@ -64,15 +64,15 @@ class ClipReward(NetworkReward):
         self.network: Any = _networks[key]
         self.size = self.network.config.vision_config.image_size
 
-    def prepared(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 size size"]:
+    def preprocess(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 size size"]:
         return normalised(centre_crop(images, self.size))
 
-    def of_images(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n embedding"]:
+    def embed_images(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n embedding"]:
         """Unit vectors, in float32."""
-        pixels = self.prepared(images).to(self.network.dtype)
+        pixels = self.preprocess(images).to(self.network.dtype)
         return functional.normalize(self.network.get_image_features(pixels).pooler_output.float(), dim=-1)
 
-    def of_texts(self, prompts: Sequence[str]) -> Float[Tensor, "n embedding"]:
+    def embed_texts(self, prompts: Sequence[str]) -> Float[Tensor, "n embedding"]:
         """Unit vectors, in float32; a prompt that comes again is not computed again."""
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
         ids = self.tokens(list(places), self.clean).to(self.network.device)
@@ -80,7 +80,7 @@ class ClipReward(NetworkReward):
         return features[[places[prompt] for prompt in prompts]]
 
     def score(self, images: Float[Tensor, "n 3 height width"], prompts: Sequence[str]) -> Float[Tensor, " n"]:
-        return (self.of_images(images) * self.of_texts(prompts)).sum(-1)
+        return (self.embed_images(images) * self.embed_texts(prompts)).sum(-1)
 
 
 class Hps(ClipReward):
@@ -114,7 +114,7 @@ class Hps(ClipReward):
             config = clip_config(key, path, tensors, HEADS)
             return CLIPModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
 
-    def prepared(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 size size"]:
+    def preprocess(self, images: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 size size"]:
         return normalised(letterbox(images, self.size))
 
 
@@ -158,7 +158,7 @@ class Aesthetic(ClipReward):
         self.weight, self.bias = (t.float().to(device) for t in (weight, bias))
 
     def score(self, images: Float[Tensor, "n 3 height width"], prompts: Sequence[str]) -> Float[Tensor, " n"]:
-        return functional.linear(self.of_images(images), self.weight, self.bias)[:, 0]
+        return functional.linear(self.embed_images(images), self.weight, self.bias)[:, 0]
 
 
 def affine(
@@ -276,7 +276,7 @@ def clip_config(key: str, path: Path, tensors: Mapping[str, Tensor], heads: tupl
             key, path, "does not hold a CLIP of open_clip (a tensor is of another shape)", HPS.file
         ) from None
     sizes = (vision["hidden_size"], vision["num_hidden_layers"], text["hidden_size"], text["num_hidden_layers"])
-    if max(sizes) > TOY and sizes != VIT_H:
+    if max(sizes) > TOY_MAX_WIDTH and sizes != VIT_H:
         problem = f"holds another CLIP ({sizes[0]} wide, {sizes[1]} layers) than HPS's ViT-H-14"
         raise InputError(key, path, problem, HPS.file)
     with quiet_libraries():

@@ -22,22 +22,22 @@ from .catalog import BUILT_IN
 SIDE, FRAMES = 512, 17
 
 
-class State(NamedTuple):
+class Availability(NamedTuple):
     """A built-in reward, and what it lacks; nothing if it is ready."""
 
     name: str
     lacks: str
 
 
-def states(config: Config) -> list[State]:
+def availability(config: Config) -> list[Availability]:
     """Every built-in reward with its configured files."""
-    found: list[State] = []
+    found: list[Availability] = []
     for name in BUILT_IN:
         try:
             make_reward(name, config.rewards.get(name, RewardConfig()), config.model.path)
-            found.append(State(name, ""))
+            found.append(Availability(name, ""))
         except InputError as error:
-            found.append(State(name, str(error)))
+            found.append(Availability(name, str(error)))
     return found
 
 
@@ -49,7 +49,7 @@ def named(spec: str, config: Config) -> tuple[str, Reward]:
     return name, make_reward(name, settings, config.model.path)
 
 
-class Trial(NamedTuple):
+class TryOut(NamedTuple):
     scores: dict[str, float]
     load: float  # seconds of the first call, which loads what is to be loaded
     again: float  # seconds of the next
@@ -59,7 +59,7 @@ class Trial(NamedTuple):
 
 def try_out(
     spec: str, config: Config, picture: Path | None = None, prompt: str | None = None, device: str | None = None
-) -> Trial:
+) -> TryOut:
     """Score one picture, the user's or one that is drawn for it, twice."""
     name, reward = named(spec, config)
     image, text = example(spec if spec in BUILT_IN else name)
@@ -67,7 +67,7 @@ def try_out(
     where = usable(device)
     load, _ = _timed(name, reward, image, text, where)
     again, scores = _timed(name, reward, image, text, where)
-    return Trial(scores, load, again, "×".join(str(side) for side in reversed(image.shape[-2:])), str(where))
+    return TryOut(scores, load, again, "×".join(str(side) for side in reversed(image.shape[-2:])), str(where))
 
 
 def warm_up(name: str, reward: Reward, device: torch.device) -> None:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core.errors import InputError
-from ..distributed.fsdp import gathered, gathered_on_host, placed_like
+from ..distributed.fsdp import gathered, gathered_on_host, to_sharding_of
 from ..engine.state import State, copy_into
-from ..tools.files import sync, umask
+from ..tools.files import fsync, umask
 from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
 
 VERSION = 2
@@ -101,13 +101,14 @@ def load_checkpoint(state: State, path: Path) -> None:
     head = read_header(path)
     load_weights(state.parameters, path / "weights.safetensors")
     # An average that is switched on later begins with the weights it finds.
-    average = _tensors(weights_of(path))
-    state.ema.average = {name: placed_like(p.detach(), average[name]) for name, p in state.parameters.items()}
+    average = _tensors(weights_file(path))
+    state.ema.average = {name: to_sharding_of(p.detach(), average[name]) for name, p in state.parameters.items()}
     slots = {file.name.split(".")[1]: _tensors(file) for file in path.glob("optimizer.*.safetensors")}
     found: dict[int, dict[str, Tensor]] = {}
     for number, (name, parameter) in enumerate(state.parameters.items()):
         mine = {slot: tensors[name] for slot, tensors in slots.items() if name in tensors}
-        placed = {s: placed_like(parameter.detach(), t) if t.shape == parameter.shape else t for s, t in mine.items()}
+        whole = parameter.detach()
+        placed = {s: to_sharding_of(whole, t) if t.shape == whole.shape else t for s, t in mine.items()}
         found |= {number: placed} if placed else {}
     # The groups hold learning rate and decay: those of this run's settings, not of before.
     state.optimizer.load_state_dict({"state": found, "param_groups": state.optimizer.state_dict()["param_groups"]})
@@ -177,7 +178,7 @@ def problem_with(path: Path) -> str | None:
     return f"is damaged ({', '.join(wrong)} is not what was written)" if wrong else None
 
 
-def weights_of(path: Path) -> Path:
+def weights_file(path: Path) -> Path:
     """The weights to look at in a checkpoint: the average where there is one."""
     average = path / "ema.safetensors"
     return average if average.is_file() else path / "weights.safetensors"
@@ -218,7 +219,7 @@ def _seal(folder: Path) -> None:
     sums = _sums(files)
     (folder / SUMS).write_text("".join(f"{sums[file.name]}  {file.name}\n" for file in files))
     for path in (*files, folder / SUMS, folder):
-        sync(path)
+        fsync(path)
 
 
 def _put(aside: Path, target: Path) -> None:
@@ -228,7 +229,7 @@ def _put(aside: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
-    sync(target.parent)
+    fsync(target.parent)
     _remove(old)
 
 

@@ -55,7 +55,7 @@ class Evaluations:
                     pictures = [shown | {"box": box} for shown, box in zip(found.shown(), boxes, strict=True)]
                     index = {"format": "arborl.sheet", "version": 1, "epoch": epoch, "pictures": pictures}
                     write_atomically(path.with_suffix(".json"), json.dumps(index, indent=1, ensure_ascii=False))
-                self.logger.show(SAMPLES, epoch, path, captions, found.pictures)
+                self.logger.log_pictures(SAMPLES, epoch, path, captions, found.pictures)
         shown = ", ".join(
             f"{name} {found.mean[name]:.4f} ± {found.stderr[name]:.4f}"
             + (f" ({found.failed[name]} without a score)" if found.failed[name] else "")
@@ -71,7 +71,7 @@ class Evaluations:
                 rows = [*self.logger.read_metrics(), {"epoch": epoch} | finite(found.metrics())]
                 is_best = self._is_best(epoch, rows)
                 if self.config.eval.watch != "off":
-                    aims = {name: aim for name, aim in self.rewards.aims.items() if self.rewards.weights[name]}
+                    aims = {name: aim for name, aim in self.rewards.directions.items() if self.rewards.weights[name]}
                     signs = hacking(rows, aims, self.rewards.watched)
         if any_rank(is_best, self.accelerator):
             save_best()
@@ -90,4 +90,4 @@ class Evaluations:
 
     def _is_best(self, epoch: int, rows: list[dict[str, Any]]) -> bool:
         """Untrained weights are not kept: the model has them."""
-        return epoch > 0 and best(rows, self.best_by, self.rewards.aims[self.best_by]) is rows[-1]
+        return epoch > 0 and best(rows, self.best_by, self.rewards.directions[self.best_by]) is rows[-1]

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import save_config, with_absolute_paths
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..tools.files import sync, umask
+from ..tools.files import fsync, umask
 from .paths import CONFIG, METRICS
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
@@ -110,7 +110,7 @@ def claim_folder(config: Config) -> Path:
             if folder.exists() and config.run_name == "auto":
                 continue
             save_config(replace(with_absolute_paths(config), run_name=name), aside / CONFIG)
-            sync(aside / CONFIG)
+            fsync(aside / CONFIG)
             try:
                 if folder.exists():
                     raise FileExistsError

@@ -10,8 +10,8 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import LocalPrompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather, gather_words
-from ..engine.checks import groups_of_leaves, ratio_bound, spread, spread_of, steps_of, transitions
+from ..distributed.gather import gather, gather_strings
+from ..engine.checks import check_spread, check_transitions, groups_of_leaves, ratio_bound, recheck_steps, spread_of
 from ..engine.rollout import Rollout
 from ..engine.update import Stats
 from ..models import Model
@@ -38,9 +38,9 @@ class Guards:
         """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
         leaves = local.total * scores.total.shape[1]
         for name in self.rewards.trained.functions:
-            mine = scores.lost.get(name)
+            mine = scores.failures.get(name)
             lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
-            why = "; ".join(gather_words([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
+            why = "; ".join(gather_strings([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
             if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
                 problem = f"failed on {lost} of the {leaves} leaves of epoch {epoch} ({why})"
                 error = InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
@@ -59,10 +59,10 @@ class Guards:
         if self.rollout_checked:
             return
         self.rollout_checked = True
-        steps = steps_of(self.model, rollout, self.config)
-        self.logger.warn_if_wrong(transitions(steps, ratio_bound(self.model, self.accelerator))[1])
+        steps = recheck_steps(self.model, rollout, self.config)
+        self.logger.warn_if_wrong(check_transitions(steps, ratio_bound(self.model, self.accelerator))[1])
         found = spread_of(gather(scores.total.float(), self.accelerator)[: local.total], groups_of_leaves(rollout.plan))
-        self.logger.warn_if_wrong(spread({0: found}, 0))
+        self.logger.warn_if_wrong(check_spread({0: found}, 0))
 
     def check_update(self, metrics: dict[str, float], stats: Stats) -> None:
         """Say once what should not be: a first update whose densities are not the rollout's; weights that no gradient

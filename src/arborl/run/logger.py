@@ -23,7 +23,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
-from ..tools.files import atomic, lock, sync, write_atomically
+from ..tools.files import atomic, fsync, lock, write_atomically
 from .folder import (
     STAGES,
     claim_folder,
@@ -33,7 +33,7 @@ from .folder import (
     training_seconds,
 )
 from .paths import CONFIG, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
-from .trackers import show, start
+from .trackers import log_pictures, start_trackers
 
 BLOCKS = 24
 """Length of the bar that shows where an epoch's time went, all stages together."""
@@ -63,7 +63,7 @@ class Logger:
         accelerator.project_configuration.logging_dir = str(self.folder)
         self._hook, threading.excepthook = threading.excepthook, self._thread_failed
         with fail_together(accelerator), self.writing():
-            start(accelerator, self.folder, epoch, resume is not None, flat(config))
+            start_trackers(accelerator, self.folder, epoch, resume is not None, flat(config))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -93,11 +93,13 @@ class Logger:
             self.accelerator.log({name: value for name, value in metrics.items() if not math.isnan(value)}, step=epoch)
         return metrics
 
-    def show(self, name: str, epoch: int, drawing: Path, captions: list[str], pictures: Tensor | None = None) -> None:
+    def log_pictures(
+        self, name: str, epoch: int, drawing: Path, captions: list[str], pictures: Tensor | None = None
+    ) -> None:
         """A drawing in every tracker; or the pictures in it, in those that show captions themselves."""
         with self.writing():
             for tracker in self.accelerator.trackers:  # none on other ranks
-                show(tracker, name, epoch, drawing, captions, pictures)
+                log_pictures(tracker, name, epoch, drawing, captions, pictures)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -118,7 +120,7 @@ class Logger:
     def sync(self) -> None:
         """Have the metrics on the disk, before a checkpoint that comes after them."""
         if self.main and (self.folder / METRICS).is_file():
-            sync(self.folder / METRICS)
+            fsync(self.folder / METRICS)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)

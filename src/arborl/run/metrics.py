@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..core.tree import Plan
-from ..distributed.gather import gather, gather_words, max_rank
+from ..distributed.gather import gather, gather_strings, max_rank
 from ..engine.update import SUMS, Stats
 from ..rewards import Rewards, Scores
 
@@ -25,7 +25,7 @@ def score_metrics(
         "reward_failed": float(total.isnan().sum()),
     }
     unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
-    for name in gather_words([*scores.parts], accelerator):
+    for name in gather_strings([*scores.parts], accelerator):
         found = gather(scores.parts.get(name, unknown), accelerator)[:prompts]
         part = found.flatten()
         values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(std(part))}

@@ -14,7 +14,7 @@ from ..engine.autotune import find_batch_sizes
 from ..engine.precompute import precompute_embeddings
 from ..engine.state import trainable
 from ..models import Model, load_model
-from .checkpoint import latest_valid, load_weights, problem_with, weights_of
+from .checkpoint import latest_valid, load_weights, problem_with, weights_file
 from .folder import check_is_run, flat
 from .paths import CHECKPOINTS, CONFIG, SUMMARY
 from .setup import start_accelerator
@@ -26,38 +26,38 @@ checked.
 """
 
 
-class Started(NamedTuple):
+class StartPoint(NamedTuple):
     """The settings to begin with, and the run to go on from, if there is one."""
 
     config: Config
     resume: Path | None
-    over: bool = False  # the run has come to its end already
+    finished: bool = False  # the run has come to its end already
 
 
-def start_of(resume: Path | None, name: str | None, overrides: Sequence[str]) -> Started:
+def resolve_start(resume: Path | None, name: str | None, overrides: Sequence[str]) -> StartPoint:
     """A new run; one that goes on; or with `auto` whichever it is, so that one command starts and restarts a job."""
     if resume is None:
-        return Started(load_config(name or "tree", overrides), None)
+        return StartPoint(load_config(name or "tree", overrides), None)
     if str(resume) != "auto":
         config = config_of(resume, name, overrides)
         check_same(read_config(resume / CONFIG), config)
-        return Started(config, resume)
+        return StartPoint(config, resume)
     config = load_config(name or "tree", overrides)
     if config.run_name == "auto":
         raise InputError("run_name", "auto", "--resume auto must know which run it is about", "a name")
     folder = Path(config.log.dir) / config.run_name
     if not (folder / CONFIG).is_file():
-        return Started(config, None)
+        return StartPoint(config, None)
     before = read_config(folder / CONFIG)
     for section, size in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
         if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
             setattr(getattr(config, section), size, getattr(getattr(before, section), size))
     before.run_name, before.log.dir = config.run_name, config.log.dir  # it may have been moved
     check_same(before, config)
-    return Started(config, folder, _is_over(folder, config))
+    return StartPoint(config, folder, _is_finished(folder, config))
 
 
-def _is_over(folder: Path, config: Config) -> bool:
+def _is_finished(folder: Path, config: Config) -> bool:
     if not (folder / SUMMARY).is_file():
         return False
     try:
@@ -104,13 +104,13 @@ def checkpoint_of(run: Path) -> Path:
     return checkpoint
 
 
-def load(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
+def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
     """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
     accelerator = start_accelerator(config)
     precompute_embeddings(config, texts, accelerator)
     model = load_model(config, accelerator.device)
     if run is not None:
-        load_weights(trainable(model.module), weights_of(checkpoint_of(run)))
+        load_weights(trainable(model.module), weights_file(checkpoint_of(run)))
     model.module = accelerator.prepare_model(model.module)
     find_batch_sizes(config, model, None, accelerator, texts[0])
     return model

@@ -21,7 +21,7 @@ from ..engine.autotune import peak_memory
 from ..engine.batches import settled
 from ..engine.cost import BACKWARD_COST
 from ..engine.evaluate import Evaluation
-from ..engine.method import advantage_of, knobs_of, window_of
+from ..engine.method import advantage_arguments, advantage_of, window_of
 from ..engine.rollout import Rollout
 from ..engine.score import score_leaves
 from ..engine.state import State
@@ -95,7 +95,7 @@ class Run:
 
     def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:
         config, density = self.config, rollout.log_density.cpu()
-        knobs = knobs_of(config, self._spread(scores) if config.advantage.std == "batch" else None)
+        knobs = advantage_arguments(config, self._spread(scores) if config.advantage.std == "batch" else None)
         return advantages(advantage_of(config), plan, scores.total, density, config.train.adv_clip, **knobs)
 
     def _spread(self, scores: Scores) -> float:
@@ -125,7 +125,7 @@ class Run:
         with self.logger.writing():
             tree.save(stem)
             draw_tree(tree, stem.with_suffix(".png"))
-        self.logger.show(TREES, epoch, stem.with_suffix(".png"), [tree.prompt])
+        self.logger.log_pictures(TREES, epoch, stem.with_suffix(".png"), [tree.prompt])
 
     def complete_epoch(
         self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, local: LocalPrompts

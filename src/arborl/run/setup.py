@@ -27,14 +27,21 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import Prompts, split_prompts
 from ..distributed.coordination import Coordinator, fail_together
-from ..distributed.fsdp import how_to_split, launcher_asks, shard
-from ..engine.autotune import compiles, find_batch_sizes, find_bitwise_batch_sizes, forward_flops, geometry, warm_up
+from ..distributed.fsdp import launcher_requests_fsdp, shard, sharding_mode
+from ..engine.autotune import (
+    describe_batches,
+    find_batch_sizes,
+    find_bitwise_batch_sizes,
+    forward_flops,
+    should_compile,
+    warm_up,
+)
 from ..engine.checks import free_disk
 from ..engine.method import check_plan, warnings_about
 from ..engine.precompute import precompute_embeddings, texts_of_a_run
 from ..engine.state import Ema, State, trainable
 from ..models import Model, load_model
-from ..models.compile import KEPT_IN
+from ..models.compile import CACHE_DIR_VARIABLE
 from ..rewards import Rewards
 from .checkpoint import drop_best_from, latest_valid, load_checkpoint, quarantine, read_header, remove_partial
 from .folder import changes, check_folder, read_metrics, training_seconds
@@ -62,11 +69,11 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
     with fail_together(accelerator):
         head = read_header(checkpoint) if checkpoint else {"epoch": 0, "prompts": 0}
         if resume:
-            check_goes_on(config, resume, int(head["epoch"]))
+            check_can_resume(config, resume, int(head["epoch"]))
     parts = assemble(config, accelerator, head)
     with fail_together(accelerator):
         problems = probe(parts.model, parts.rewards, parts.prompts)
-    messages = [*parts.messages, *parts.fitted()]  # now that rewards have taken what they need
+    messages = [*parts.messages, *parts.tune_and_warm_up()]  # now that rewards have taken what they need
     state = parts.state
     with fail_together(accelerator):
         if checkpoint:
@@ -95,7 +102,7 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
     return Run(config, accelerator, *made, state, logger, Coordinator(accelerator, state.sharded), parts.flops)
 
 
-def check_goes_on(config: Config, run: Path, epoch: int) -> None:
+def check_can_resume(config: Config, run: Path, epoch: int) -> None:
     """There must be something left to do."""
     train, over = config.train, (run / SUMMARY).exists()
     if train.epochs < epoch or (train.epochs == epoch and over):
@@ -121,7 +128,7 @@ class Assembled:
     messages: list[str]  # for the user, a line each
     compiling: float = 0.0  # seconds so far
 
-    def fitted(self) -> list[str]:
+    def tune_and_warm_up(self) -> list[str]:
         """Micro-batches found where they are left open, compiling done with; what came of it."""
         config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
         start = time.perf_counter()
@@ -132,8 +139,8 @@ class Assembled:
                 warm_up(config, self.model, self.state, accelerator, prompt)
                 messages += find_bitwise_batch_sizes(config, self.model, accelerator.num_processes, prompt)
             seconds = self.compiling + time.perf_counter() - start
-            messages.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[KEPT_IN]}")
-        return [*messages, *geometry(config, accelerator.num_processes, self.state.sharded)]
+            messages.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[CACHE_DIR_VARIABLE]}")
+        return [*messages, *describe_batches(config, accelerator.num_processes, self.state.sharded)]
 
 
 def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
@@ -151,11 +158,11 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         model = load_model(config, accelerator.device)
         flops = forward_flops(model, prompts.texts[0])
         messages = [str(embedded)] if embedded else []
-        compiled, why = compiles(config, flops, accelerator.device)
+        compiled, why = should_compile(config, flops, accelerator.device)
         start = time.perf_counter()
         messages += [*why, *(model.compile() if compiled else [])]
         compiling = time.perf_counter() - start
-    how = how_to_split(config, accelerator)
+    how = sharding_mode(config, accelerator)
     split = how != "no"
     if split:
         for module in filter(None, [model.module, model.frozen]):
@@ -186,7 +193,7 @@ def start_accelerator(config: Config, **options: Any) -> Accelerator:
     """This process's device and precision, whatever ran in it before."""
     # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
     AcceleratorState._reset_state()
-    launcher_asks()  # before anyone else does
+    launcher_requests_fsdp()  # before anyone else does
     return Accelerator(
         mixed_precision=precision(config),
         # Accumulation is ours; a launcher's setting would only scale the gradient.

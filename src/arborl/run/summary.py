@@ -23,7 +23,7 @@ def write_summary(
     epochs, best_by, rewards = state.epoch, evaluations.best_by, evaluations.rewards
     rows = logger.read_metrics()
     reward = f"eval/{next(iter(rewards.functions))}"
-    top = best(rows, best_by, rewards.aims[best_by])
+    top = best(rows, best_by, rewards.directions[best_by])
     summary = {
         "heldout_before": rows[0].get(reward),
         "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),

@@ -28,9 +28,9 @@ from ..core.errors import InputError
 PROJECT = "arborl"
 """The project that trackers file runs under; for TensorBoard a folder in the run's."""
 EXTRAS = ("tensorboard", "wandb", "trackio")
-LONGEST = 4096
+MAX_SIDE = 4096
 """Pixels of a drawing's longer side, so that a browser can show it; the run's folder has it as it was drawn."""
-PART = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+)")
+WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+)")
 """A folder of W&B's: when it was made, and the run's id."""
 
 
@@ -77,7 +77,7 @@ def wandb_error_in_one_line(names: list[str]) -> Iterator[None]:
         raise InputError("log.trackers", "wandb", f"W&B cannot start ({error})", fix) from None
 
 
-def start(accelerator: Accelerator, folder: Path, epoch: int, resumed: bool, settings: dict[str, Any]) -> None:
+def start_trackers(accelerator: Accelerator, folder: Path, epoch: int, resumed: bool, settings: dict[str, Any]) -> None:
     """Start what the accelerator was given, with the run's name and place. Of epochs that are done again TensorBoard
     drops what it had, W&B keeps it, and trackio has both.
     """
@@ -96,11 +96,13 @@ def start(accelerator: Accelerator, folder: Path, epoch: int, resumed: bool, set
 
 def wandb_id(folder: Path) -> str | None:
     """Under which W&B has this run, by the folders it made. A run's name would not do: every machine has a `tree-1`."""
-    parts = sorted((found[1], found[2]) for path in folder.glob("wandb/*") if (found := PART.fullmatch(path.name)))
+    parts = sorted(
+        (found[1], found[2]) for path in folder.glob("wandb/*") if (found := WANDB_FOLDER.fullmatch(path.name))
+    )
     return parts[-1][1] if parts else None
 
 
-def show(
+def log_pictures(
     tracker: GeneralTracker, name: str, epoch: int, drawing: Path, captions: Sequence[str], pictures: Tensor | None
 ) -> None:
     """TensorBoard knows no captions, so it gets the drawing that has them; others get pictures (uint8, n×3×H×W) with a
@@ -108,7 +110,7 @@ def show(
     """
     with PngImageFile(drawing) as opened:  # Image.open refuses what is as large as a tree of a thousand leaves
         page = opened.convert("RGB")
-    page.thumbnail((LONGEST, LONGEST))
+    page.thumbnail((MAX_SIDE, MAX_SIDE))
     if isinstance(tracker, TensorBoardTracker):
         tracker.log_images({name: np.asarray(page)[None]}, step=epoch, dataformats="NHWC")
         # A drawing cuts long captions off. Indented they are code, in which no sign is Markdown's.

@@ -15,7 +15,7 @@ from ..core.errors import InputError
 from ..core.schedule import Schedule
 from ..core.tree import Plan
 from ..engine.rollout import Rollout
-from ..engine.score import as_bytes, stills
+from ..engine.score import as_bytes, middle_frames
 from ..engine.update import Stats
 from ..models.base import Model
 from ..rewards import Scores
@@ -142,7 +142,7 @@ def previews(model: Model, latents: Float[Tensor, "n *latent"], batch_size: int)
     """Small pictures (uint8) of some latents, decoded a few at a time."""
     small: list[Tensor] = []
     for part in latents.split(batch_size):
-        pictures = stills(model.decode(part))
+        pictures = middle_frames(model.decode(part))
         scale = PREVIEW / max(pictures.shape[-2:])
         if scale < 1:
             pictures = functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)

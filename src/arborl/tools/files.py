@@ -60,7 +60,7 @@ def atomic(path: Path, cache: bool = False) -> Iterator[Path]:
     try:
         yield aside
         if not cache:
-            sync(aside)
+            fsync(aside)
         aside.replace(path)
     except BaseException:
         with suppress(OSError):
@@ -73,7 +73,7 @@ def write_atomically(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Have a file, or a folder's names, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

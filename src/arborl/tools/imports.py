@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import InputError
 
 
-def find(key: str, spec: str, known: Iterable[str]) -> Callable[..., Any]:
+def import_object(key: str, spec: str, known: Iterable[str]) -> Callable[..., Any]:
     """Import `package.module:name`; the current folder is importable, as it is for a script."""
     if spec.count(":") != 1:
         raise InputError(key, spec, "is not known", f"{', '.join(known)}, or package.module:name")
