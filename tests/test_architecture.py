@@ -30,8 +30,6 @@ VERBS = {"trainer", "sample", "export", "doctor"}
 ROOT = {"__init__", "__main__"}
 EXCEPTIONS = {
     ("config", "models"): "the pipeline at model.path names its family, and with it the settings to begin with",
-    ("config", "rewards"): "the catalogue of built-in rewards says which names eval.rewards may give",
-    ("rewards", "worlds"): "`arborl rewards check` draws a picture of the world that a reward reads",
     ("compare", "verbs"): "a run of a comparison is a process of its own, which trains",
     ("compare", "cli"): "and which is told what to do as a user would tell it",
 }

@@ -66,7 +66,7 @@ def run_epochs(run: Run) -> Path:
                         config,
                         key,
                         local,
-                        not run.guards.update_checked,
+                        run.guards.checks_gradients,
                     )
                 metrics = run.complete_epoch(plan, scores, advantage, stats, local)
                 with coordinator.independent():

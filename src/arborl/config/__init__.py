@@ -107,39 +107,6 @@ def save_config(config: Config, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """The same with paths that mean the same from any folder, so that a run can be looked at from anywhere."""
-    from ..rewards.catalog import BUILT_IN
-
-    def absolute(path: str) -> str:
-        return str(Path(path).resolve()) if path and Path(path).exists() else path
-
-    def place(name: str, reward: RewardConfig, which: int) -> str:
-        """The usual place of a built-in reward's weights, if they lie there."""
-        needs = BUILT_IN[reward.fn or name].needs if (reward.fn or name) in BUILT_IN and not reward.url else ()
-        found = Path(needs[which].place) if which < len(needs) else None
-        return str(found.resolve()) if found and found.exists() else ""
-
-    watched = {name: config.rewards.get(name, RewardConfig()) for name in config.eval.rewards}
-    # Said, so that a reward which is no longer watched is not trained on.
-    watched = {n: r if r.weight is not None else dataclasses.replace(r, weight=0.0) for n, r in watched.items()}
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=absolute(config.model.path)),
-        prompts=dataclasses.replace(config.prompts, path=absolute(config.prompts.path)),
-        eval=dataclasses.replace(config.eval, prompts=absolute(config.eval.prompts)),
-        rewards={
-            name: dataclasses.replace(
-                reward,
-                path=absolute(reward.path) or place(name, reward, 0),
-                backbone=absolute(reward.backbone) or place(name, reward, 1),
-                tokenizer=absolute(reward.tokenizer),
-            )
-            for name, reward in {**config.rewards, **watched}.items()
-        },
-    )
-
-
 def _compose(name: str, groups: Sequence[str]) -> DictConfig:
     """A preset or a file with the groups chosen for it, before single keys."""
     folder, name, search = _locate(name)

@@ -118,7 +118,7 @@ def sde_able(
     """
     if (kernel == "ddim") == schedule.is_flow:
         kind, fits = ("flow", "flow_sde, dance_sde or cps") if schedule.is_flow else ("diffusion", "ddim")
-        raise ArgumentError("kernel", kernel, f"the model is a {kind} model", f"auto, {fits}")
+        raise ArgumentError("kernel", kernel, f"the model is a {kind} model", fits)
     if kernel == "cps" and eta > 1:
         raise ArgumentError("eta", eta, "with cps it is an angle in quarter turns", "above 0, at most 1")
     if kernel == "ddim" and eta > 1:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .errors import ArgumentError
 from .noise import Key, normal
 from .tensors import unique
 from .tree import Plan
@@ -25,6 +26,7 @@ class Pruning(NamedTuple):
 
 
 NO_PRUNING = Pruning()
+WIDTH_MODES = ("off", "best", "best_and_worst")
 
 
 def slide_depths(depths: Sequence[int], epoch: int, interval: int, stop: int) -> tuple[int, ...]:
@@ -41,6 +43,8 @@ def prune(
     prompt_ids: Int[Tensor, " prompts"] | None = None,
 ) -> Bool[Tensor, "prompts edges"]:
     """The edges that stay in the loss: drawn from a density, with a scored leaf somewhere below them, not pruned."""
+    if how.width_mode not in WIDTH_MODES:
+        raise ArgumentError("width_mode", how.width_mode, "is no way to prune", ", ".join(WIDTH_MODES))
     keep = plan.stochastic.to(advantage.device) & ~advantage.isnan()
     if how.depths:
         keep &= ~_at(plan, how.depths).to(keep.device)

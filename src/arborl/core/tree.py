@@ -151,8 +151,8 @@ class Plan:
     def multistep_coefficient(self) -> Float[Tensor, " edges"]:
         """The second-order term that is added to Euler's step, in units of x̂0 here minus x̂0 at the parent's parent.
 
-        DPM-Solver++(2M) (arXiv 2211.01095) is Euler's step in λ = log(α/σ) with x̂0 extrapolated from the step before:
-        c = (α' - α·σ'/σ) · h / (2·h_before), h the step in λ.
+        DPM-Solver++(2M) (arXiv 2211.01095, Algorithm 2) is Euler's step in λ = log(α/σ) with x̂0 extrapolated from the
+        step before: c = (α' - α·σ'/σ) · h / (2·h_before), h the step in λ.
         """
         coefficient = torch.zeros(self.edges, dtype=torch.float64)
         edges = self.multistep.nonzero().squeeze(1)

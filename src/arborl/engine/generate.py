@@ -12,6 +12,7 @@ from ..core.tree import deterministic
 from ..data.prompts import Prompts
 from ..models.base import Model
 from .batches import batches, settled
+from .method import naming_settings
 from .rollout import sample_trees
 
 EVALUATION = 2**32
@@ -29,7 +30,8 @@ def generate(
 
     From noise that depends on (seed, id) alone, or from a given one.
     """
-    plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
+    with naming_settings():
+        plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
     key = fold(config.seed, EVALUATION)
     leaves: list[Tensor] = []
     for batch in batches(len(prompts), settled(config.sample.batch_size)):

@@ -51,6 +51,8 @@ def naming_settings() -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
+        if error.argument == "kernel" and error.allowed:
+            error.allowed = f"auto, {error.allowed}"  # a setting's value, and no kernel
         raise error.renamed(SETTING_OF_ARGUMENT) from None
 
 

@@ -1,4 +1,4 @@
-"""Classifier-free guidance, both halves in one batched call."""
+"""Classifier-free guidance (arXiv 2207.12598, eq. 6), both halves in one batched call."""
 
 from collections.abc import Callable, Sequence
 

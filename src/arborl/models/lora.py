@@ -1,4 +1,4 @@
-"""Low-rank adapters on any module, by peft: put in, switched off, told from the base weights."""
+"""LoRA (arXiv 2106.09685, eq. 3) on any module, by peft: injected, switched off, merged, read out."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -6,6 +6,7 @@ allows no address but those of pictures inside it.
 
 import base64
 import hashlib
+import importlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,13 @@ import jinja2
 from ..core.errors import InputError
 from ..run.paths import REPORT
 from ..tools.files import write_atomically
-from ..tools.imports import import_object
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
 COMMON_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "common.js", "charts.js")
 COMPARISON = "compare.json"
 """The file that tells a comparison's folder."""
-COMPARISON_DATA = "arborl.compare.page:comparison_data"
+COMPARISON_DATA = "arborl.compare.page", "comparison_data"
 """The function that reads it, by name, as it stands further along the data path."""
 PAGE_SCRIPTS = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
 
@@ -30,7 +30,8 @@ PAGE_SCRIPTS = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("com
 def read(folder: Path) -> dict[str, Any]:
     """Data of the page of a run's folder, or of a comparison's."""
     if (folder / COMPARISON).is_file():
-        return import_object("report", COMPARISON_DATA, ())(folder)
+        module, name = COMPARISON_DATA
+        return getattr(importlib.import_module(module), name)(folder)
     return run_data(folder)
 
 

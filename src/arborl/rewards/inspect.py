@@ -1,9 +1,8 @@
 """Which rewards are ready here, and whether one works: `arborl rewards`."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +12,7 @@ from torch.nn import functional
 
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
-from ..worlds.mixture import DOT, PIXELS, TINT
-from ..worlds.scenes.grammar import describe
-from ..worlds.scenes.render import render
+from ..tools.imports import import_object
 from .base import Reward, Rewards, make_reward
 from .catalog import BUILT_IN
 
@@ -62,7 +59,7 @@ def try_out(
 ) -> TryOut:
     """Score one picture, the user's or one that is drawn for it, twice."""
     name, reward = named(spec, config)
-    image, text = example(spec if spec in BUILT_IN else name)
+    image, text = example(spec if spec in BUILT_IN else name, reward)
     image, text = image if picture is None else read_picture(picture), text if prompt is None else prompt
     where = usable(device)
     load, _ = _timed(name, reward, image, text, where)
@@ -72,7 +69,7 @@ def try_out(
 
 def warm_up(name: str, reward: Reward, device: torch.device) -> None:
     """Load what a built-in reward has to load, or say why it cannot be."""
-    _timed(name, reward, *example(name), device)
+    _timed(name, reward, *example(name, reward), device)
 
 
 def _timed(
@@ -108,17 +105,14 @@ def read_picture(path: Path) -> Tensor:
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1) / 255
 
 
-def example(name: str) -> tuple[Tensor, str]:
-    """A picture that suits a reward, and its prompt."""
+def example(name: str, reward: Reward) -> tuple[Tensor, str]:
+    """A picture that suits a reward, and its prompt: the reward's own `example`, else a scene."""
     if name == "ocr":
         canvas = Image.new("RGB", (SIDE, SIDE), "white")
         ImageDraw.Draw(canvas).text((90, 200), "OPEN", fill="black", font=ImageFont.load_default(120))
         return torch.from_numpy(np.asarray(canvas).copy()).permute(2, 0, 1) / 255, 'a sign that says "OPEN"'
-    if name == "place":
-        x, y = torch.meshgrid(torch.arange(PIXELS), torch.arange(PIXELS), indexing="xy")
-        dot = torch.exp(-((x - PIXELS / 4) ** 2 + (y - PIXELS / 4) ** 2) / (2 * DOT**2))
-        return torch.tensor(TINT).view(3, 1, 1) * dot, "a dot at the top left"
-    scene: Sequence[int] = (0, 0, 0, 0, 1)
-    side = 64 if name == "scene" else SIDE
-    picture = render(torch.tensor([scene]))
-    return functional.interpolate(picture, (side, side), mode="bilinear")[0].clamp(0, 1), describe(scene)
+    if own := getattr(reward, "example", None):
+        return own()
+    scene: Any = import_object("rewards", BUILT_IN["scene"].fn, BUILT_IN)
+    picture, prompt = scene.example()
+    return functional.interpolate(picture[None], (SIDE, SIDE), mode="bilinear")[0].clamp(0, 1), prompt

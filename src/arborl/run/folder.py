@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import save_config, with_absolute_paths
-from ..config.schema import Config
+from ..config import save_config
+from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
 from ..tools.files import fsync, umask
 from .paths import CONFIG, METRICS
@@ -64,6 +64,39 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same with paths that mean the same from any folder, so that a run can be looked at from anywhere."""
+    from ..rewards.catalog import BUILT_IN  # imports torch, which whoever only reads metrics can do without
+
+    def absolute(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+    def place(name: str, reward: RewardConfig, which: int) -> str:
+        """The usual place of a built-in reward's weights, if they lie there."""
+        needs = BUILT_IN[reward.fn or name].needs if (reward.fn or name) in BUILT_IN and not reward.url else ()
+        found = Path(needs[which].place) if which < len(needs) else None
+        return str(found.resolve()) if found and found.exists() else ""
+
+    watched = {name: config.rewards.get(name, RewardConfig()) for name in config.eval.rewards}
+    # Said, so that a reward which is no longer watched is not trained on.
+    watched = {n: r if r.weight is not None else replace(r, weight=0.0) for n, r in watched.items()}
+    return replace(
+        config,
+        model=replace(config.model, path=absolute(config.model.path)),
+        prompts=replace(config.prompts, path=absolute(config.prompts.path)),
+        eval=replace(config.eval, prompts=absolute(config.eval.prompts)),
+        rewards={
+            name: replace(
+                reward,
+                path=absolute(reward.path) or place(name, reward, 0),
+                backbone=absolute(reward.backbone) or place(name, reward, 1),
+                tokenizer=absolute(reward.tokenizer),
+            )
+            for name, reward in {**config.rewards, **watched}.items()
+        },
+    )
 
 
 def changes(before: Config, after: Config) -> list[str]:

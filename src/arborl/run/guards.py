@@ -34,6 +34,11 @@ class Guards:
     reached: dict[str, bool] = field(default_factory=dict)  # by gradients so far, of the groups of trained weights
     steps: int = 0  # since this process began
 
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether the next update is one of the first, whose gradients are looked at."""
+        return not self.update_checked
+
     def check_rewards(self, scores: Scores, local: LocalPrompts, epoch: int) -> None:
         """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
         leaves = local.total * scores.total.shape[1]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..config import save_config, with_absolute_paths
+from ..config import save_config
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..distributed.coordination import fail_together
@@ -31,6 +31,7 @@ from .folder import (
     flat,
     read_metrics,
     training_seconds,
+    with_absolute_paths,
 )
 from .paths import CONFIG, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
 from .trackers import log_pictures, start_trackers

@@ -22,7 +22,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ..config import read_config, with_absolute_paths
+from ..config import read_config
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import Prompts, split_prompts
@@ -44,7 +44,7 @@ from ..models import Model, load_model
 from ..models.compile import CACHE_DIR_VARIABLE
 from ..rewards import Rewards
 from .checkpoint import drop_best_from, latest_valid, load_checkpoint, quarantine, read_header, remove_partial
-from .folder import changes, check_folder, read_metrics, training_seconds
+from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths
 from .inputs import load_inputs, probe
 from .logger import Logger
 from .paths import CHECKPOINTS, CONFIG, SUMMARY

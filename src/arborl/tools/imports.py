@@ -16,7 +16,7 @@ def import_object(key: str, spec: str, known: Iterable[str]) -> Callable[..., An
     module_name, name = spec.split(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
         raise InputError(key, spec, "does not name a function", "package.module:name")
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path and module_name.split(".")[0] != "arborl":
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)

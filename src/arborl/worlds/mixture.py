@@ -127,3 +127,13 @@ def place(images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:
     whole = 2 * torch.pi * DOT**2 * sum(TINT) / 3 * reach**2 / (reach**2 + width**2)
     scores = (images.mean(1) * near).flatten(1).sum(1) / whole
     return torch.where(torch.tensor([index is None for index in named], device=scores.device), torch.nan, scores)
+
+
+def example() -> tuple[Tensor, str]:
+    """A picture for `place` to read, and its prompt."""
+    x, y = torch.meshgrid(torch.arange(PIXELS), torch.arange(PIXELS), indexing="xy")
+    dot = torch.exp(-((x - PIXELS / 4) ** 2 + (y - PIXELS / 4) ** 2) / (2 * DOT**2))
+    return torch.tensor(TINT).view(3, 1, 1) * dot, "a dot at the top left"
+
+
+place.example = example  # type: ignore[attr-defined]

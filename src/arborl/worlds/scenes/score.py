@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...core.errors import InputError
-from .grammar import BACKGROUND, COLOUR, COLOURS, PLACE, PLACES, all_scenes, parse
-from .render import masks
+from .grammar import BACKGROUND, COLOUR, COLOURS, PLACE, PLACES, all_scenes, describe, parse
+from .render import masks, render
 
 SEEN = 0.2
 """A pixel this far from the background, in RGB, belongs to the object."""
@@ -50,7 +50,14 @@ def check_captions(prompts: Sequence[str]) -> None:
         raise InputError("rewards.scene", None, problem, "captions of the scenes, or another reward: rewards=<name>")
 
 
+def example() -> tuple[Float[Tensor, "3 side side"], str]:
+    """A picture for `scene` to read, and its caption."""
+    drawn = (0, 0, 0, 0, 1)
+    return render(torch.tensor([drawn]))[0].clamp(0, 1), describe(drawn)
+
+
 scene.check_prompts = check_captions  # type: ignore[attr-defined]
+scene.example = example  # type: ignore[attr-defined]
 
 
 def parts(images: Float[Tensor, "n 3 side side"], scenes: Int[Tensor, "n 5"]) -> dict[str, Float[Tensor, " n"]]:
