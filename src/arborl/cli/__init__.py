@@ -6,7 +6,7 @@ import traceback
 
 import click
 
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 from . import compare, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
 from .app import app
 from .exits import exit_with_launcher, is_lost_connection, leave, one_line, ranks_connected
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, OtherRankFailed):
             click.echo(f"stopped{on}: {error}", err=True)
         elif is_lost_connection(error):
-            click.echo(f"stopped{on}: another process is gone ({str(error).splitlines()[0]})", err=True)
+            click.echo(f"stopped{on}: another process is gone ({first_line(error)})", err=True)
         else:
             traceback.print_exc()
         leave(1)

@@ -4,7 +4,7 @@ import dataclasses
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from . import groups, knobs, load_config, options, presets
+from . import RENAMED, groups, knobs, load_config, options, presets
 from .schema import MISSING
 
 
@@ -27,6 +27,8 @@ def reference() -> str:
             section = name
             lines += ["", f"## {section}", "", "| key | default | takes | |", "|---|---|---|---|"]
         lines.append(f"| `{key}` | {_default(item)} | {_takes(item)} | {item.metadata['help']} |")
+    lines += ["", "## Renamed", "", "| was | is |", "|---|---|"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,11 @@ def shortened(text: str, most: int = 300) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind if it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class InputError(ValueError):
     """A value the user gave that cannot work. Its text is one line: the key, the value, why, what is allowed."""
 

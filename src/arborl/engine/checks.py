@@ -24,7 +24,7 @@ from ..distributed.gather import by_replica, gather
 from ..models import Model
 from ..models.compile import uncompiled
 from ..rewards import Rewards
-from ..rewards.base import first_line
+from ..rewards.base import describe_failure
 from .batches import batches, settled
 from .rollout import Rollout
 
@@ -261,7 +261,7 @@ def _answer(rewards: Rewards, name: str, images: Tensor, prompts: Prompts) -> Fi
         other = [next((j for j in everyone if prompts.texts[j] != prompts.texts[i]), i) for i in everyone]
         swapped = ask(everyone, other) if other != everyone else None
     except Exception as error:  # noqa: BLE001 (anyone's code; what it raised is the finding)
-        return Finding(what, f"does not answer ({first_line(error)})", False, "see arborl rewards check")
+        return Finding(what, f"does not answer ({describe_failure(error)})", False, "see arborl rewards check")
     known = scores[~scores.isnan()]
     if not len(known):
         return Finding(what, f"has no score for any of {count} pictures", False, "see arborl rewards check")

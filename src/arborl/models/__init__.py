@@ -30,15 +30,42 @@ PIPELINES = {
 """Which family drives a pipeline. Each has settings of its own in the group `model` under the same name."""
 
 
+RENAMED = {
+    "grid": "schedule_for",
+    "pipeline_grid": "pipeline_schedule",
+    "own_shift": "default_shift",
+    "integrator": "ode_scheduler",
+    "left_out": "unused_components",
+    "half_decoder": "vae_fp16_safe",
+    "led_away_from": "negative_texts",
+    "compiles_by_itself": "auto_compile",
+    "quickly": "fast_sampling",
+    "as_trained": "update_numerics",
+    "least_rows": "min_batch_size",
+    "trained_sizes": "update_batch_sizes",
+}
+"""Methods and attributes that had another name. A class of a user's own that still overrides the old one is an error:
+it would be ignored without a word. (Names that others may use for things of their own fail in other ways.)
+"""
+
+
 def model_class(config: Config) -> type[Model]:
     """The class that drives the configured model: named, or told by the pipeline's own index."""
     family = config.model.family if config.model.family != "auto" else family_of(config.model.path)
     found = import_object("model.family", FAMILIES.get(family, family), ["auto", *FAMILIES])
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise InputError("model.family", family, "is not a subclass of arborl.models.Model")
+    check_overrides(family, found)
     if missing := sorted(found.__abstractmethods__):
         raise InputError("model.family", family, f"lacks {', '.join(missing)}", "encode, predict and decode")
     return found
+
+
+def check_overrides(family: str, found: type[Model]) -> None:
+    """Nothing that a user's own class overrides may have another name by now."""
+    own = {name for cls in found.__mro__ if not cls.__module__.startswith("arborl.") for name in vars(cls)}
+    for old in sorted(own & RENAMED.keys()):
+        raise InputError("model.family", family, f"overrides {old}, which has another name now", RENAMED[old])
 
 
 def family_of(path: str) -> str:

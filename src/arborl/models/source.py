@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 from ..tools.quiet import quiet_libraries
 
 
@@ -93,14 +93,14 @@ class Source:
             except (OSError, ValueError, SafetensorError) as error:
                 if not self.local:
                     raise self.missing(error) from None
-                raise InputError("model.path", self.path, f"is incomplete ({str(error).splitlines()[0]})") from None
+                raise InputError("model.path", self.path, f"is incomplete ({first_line(error)})") from None
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def missing(self, error: Exception | None = None) -> InputError:
         problem = "these weights are not here (no such folder, not whole in the hub's cache) and were not fetched"
         if error is not None and str(error):
-            problem += f" ({str(error).splitlines()[0]})"
+            problem += f" ({first_line(error)})"
         fix = f"a folder made with `hf download {self.path} --local-dir FOLDER` (gated models: `hf auth login` first)"
         return InputError("model.path", self.path, problem, fix)
 

@@ -17,7 +17,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..rewards.base import reward_weights
 from ..run.drawings import leaf_order
-from ..run.folder import STAGES, check_is_run, flat, read_metrics, seconds_by_stage
+from ..run.folder import STAGES, check_is_run, flat, read_metrics, read_summary, seconds_by_stage
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
 from ..run.reward_hacking import LIMITS, hacking, statistic
 from ..run.trees import TreeFile
@@ -45,7 +45,7 @@ def run_data(folder: Path) -> dict[str, Any]:
         "version": __version__,
         "finished": (folder / SUMMARY).is_file(),
         "epochs": None if config.train.max_seconds else config.train.epochs,
-        "summary": _summary(folder),
+        "summary": read_summary(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
         "metrics": columns(_some(rows, {tree["epoch"] for tree in shown})),
         "seconds": {name: spent for name, spent in seconds_by_stage(rows).items() if spent},
@@ -77,14 +77,6 @@ def _short(value: float | None) -> float | None:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     return value if isinstance(value, int) else float(f"{value:.8g}")
-
-
-def _summary(folder: Path) -> dict[str, Any] | None:
-    path = folder / SUMMARY
-    try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
-    except ValueError:
-        raise InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file") from None
 
 
 def _settings(config: Config) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ class Rewards:
             except Exception as error:
                 if strict:
                     raise
-                failed[name] = Failures(len(prompts), first_line(error))
+                failed[name] = Failures(len(prompts), describe_failure(error))
                 scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
                 continue
             if failures := getattr(function, "take_failures", list)():
@@ -163,7 +163,7 @@ def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
     return scores.detach().float().cpu()
 
 
-def first_line(error: Exception) -> str:
+def describe_failure(error: Exception) -> str:
     """An exception in one line, with the place it was raised at; of a `RewardFailed` its text."""
     if isinstance(error, RewardFailed):
         return str(error)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..config.schema import RewardConfig
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line, shortened
 from ..tools.quiet import quiet_libraries
 from .catalog import IMAGEREWARD
 from .clip import TOY_MAX_WIDTH, affine
@@ -53,7 +53,7 @@ class ImageReward(NetworkReward):
             try:
                 self.tokenizer = BertTokenizer.from_pretrained(self.tokenizer_path, do_lower_case=True)
             except (OSError, ValueError, TypeError, KeyError) as error:
-                problem = f"cannot be read ({str(error).splitlines()[0][:200]})"
+                problem = f"cannot be read ({shortened(first_line(error), 200)})"
                 raise InputError(self.key("tokenizer"), self.tokenizer_path, problem, BERT.hub) from None
         words = self.network.text.config.vocab_size
         if len(self.tokenizer) > words:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..config.schema import RewardConfig
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line, shortened
 from ..tools.quiet import quiet_libraries
 from .catalog import AESTHETIC, CLIP_L14, HPS, PICKSCORE
 from .files import DAMAGED, check_names, collect_missing, converted, read_tensors, tensors_of
@@ -197,7 +197,7 @@ def clip_of_folder(key: str, path: Path, dtype: torch.dtype) -> Any:
         except InputError:
             raise
         except (OSError, ValueError, SafetensorError, pickle.UnpicklingError, StrictDataclassError, *DAMAGED) as error:
-            raise InputError(key, path, f"cannot be read ({str(error).splitlines()[0][:200]})") from None
+            raise InputError(key, path, f"cannot be read ({shortened(first_line(error), 200)})") from None
     network, info = loaded
     wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind) or ()]
     if wrong:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..config.schema import Config, RewardConfig
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 from ..tools.imports import import_object
 from .base import Reward, Rewards, make_reward
 from .catalog import BUILT_IN
@@ -90,7 +90,7 @@ def usable(device: torch.device | str | None) -> torch.device:
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        raise InputError("--device", device, str(error).splitlines()[0]) from None
+        raise InputError("--device", device, first_line(error)) from None
 
 
 def read_picture(path: Path) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ..config.schema import RewardConfig
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 from .catalog import VIDEOALIGN
 from .files import Weights, check_names, collect_missing, converted, from_hub, read_tensors, tensors_of
 from .neural import NetworkReward
@@ -316,7 +316,7 @@ def _json(key: str, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(key, path, f"cannot be read ({str(error).splitlines()[0]})", "a JSON file") from None
+        raise InputError(key, path, f"cannot be read ({first_line(error)})", "a JSON file") from None
     if not isinstance(found, dict):
         raise InputError(key, path, f"holds a {type(found).__name__}", "a JSON object")
     return found

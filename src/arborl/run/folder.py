@@ -12,7 +12,7 @@ from ..config import save_config
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
 from ..tools.files import fsync, umask
-from .paths import CONFIG, METRICS
+from .paths import CONFIG, METRICS, SUMMARY
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
 
@@ -33,6 +33,19 @@ def _row(folder: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError:
         problem = f"line {number} of its {METRICS} is damaged"
         raise InputError("run", folder, problem, "the run without that line") from None
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What a finished run came to; None while it is not finished."""
+    path = folder / SUMMARY
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except ValueError:
+        raise summary_damaged(folder) from None
+
+
+def summary_damaged(folder: Path) -> InputError:
+    return InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file")
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:

@@ -1,6 +1,5 @@
 """The configuration and weights a command is pointed at: a preset, or a run's own settings and weights."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +14,8 @@ from ..engine.precompute import precompute_embeddings
 from ..engine.state import trainable
 from ..models import Model, load_model
 from .checkpoint import latest_valid, load_weights, problem_with, weights_file
-from .folder import check_is_run, flat
-from .paths import CHECKPOINTS, CONFIG, SUMMARY
+from .folder import check_is_run, flat, read_summary, summary_damaged
+from .paths import CHECKPOINTS, CONFIG
 from .setup import start_accelerator
 
 FIXED_ON_RESUME = ("model.", "seed", "run_name", "log.dir", "prompts.")
@@ -58,14 +57,14 @@ def resolve_start(resume: Path | None, name: str | None, overrides: Sequence[str
 
 
 def _is_finished(folder: Path, config: Config) -> bool:
-    if not (folder / SUMMARY).is_file():
+    summary = read_summary(folder)
+    if summary is None:
         return False
     try:
-        summary = json.loads((folder / SUMMARY).read_bytes())
         spent = 0 < config.train.max_seconds <= summary["train_seconds"]
         return summary["epochs"] >= config.train.epochs or spent
-    except (ValueError, KeyError, TypeError):
-        raise InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file") from None
+    except (KeyError, TypeError):
+        raise summary_damaged(folder) from None
 
 
 def check_same(before: Config, after: Config) -> None:
