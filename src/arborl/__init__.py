@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cli.plan_table import sketch as sketch
     from .config import load_config as load_config
     from .config import presets as presets
     from .config.schema import Config as Config
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from .engine.method import plan_at as plan_at
     from .models import Model as Model
     from .report import write_report as write_report
+    from .run.drawings import sketch as sketch
     from .run.folder import read_metrics as read_metrics
     from .run.trees import TreeFile as TreeFile
     from .trainer import train as train
@@ -33,7 +33,7 @@ _HOMES = {
     "plan_at": ".engine.method",
     "presets": ".config",
     "read_metrics": ".run.folder",
-    "sketch": ".cli.plan_table",
+    "sketch": ".run.drawings",
     "train": ".trainer",
     "write_report": ".report",
 }

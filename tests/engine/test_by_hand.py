@@ -18,11 +18,14 @@ from torch import Tensor
 
 from arborl import trainer
 from arborl.config import load_config
+from arborl.data.prompts import Prompts
 from arborl.engine import update as update_stage
+from arborl.engine.evaluate import evaluate
 from arborl.engine.rollout import Rollout
+from arborl.engine.state import copy_into, trainable
 from arborl.engine.update import Edges, _partition
 from arborl.models import Model
-from arborl.rewards import Scores
+from arborl.rewards import Scores, rewards_of
 from arborl.run.run import Run
 from arborl.worlds.mixture import MixtureModel
 
@@ -299,3 +302,17 @@ def test_evaluations_start_from_noise_of_their_own(tmp_path: Path, monkeypatch: 
     roots = torch.cat([epoch.rollout.latents[:, : epoch.rollout.plan.roots].flatten(0, 1) for epoch in run.epochs])
     assert not (roots[:, None] == evaluations[0][None]).all(-1).any()
     assert levels.count(7) == 3
+
+
+def test_evaluations_look_at_the_average(tmp_path: Path):
+    """The last evaluation's scores are those of the averaged weights, and not of the trained ones."""
+    run = Watched(tmp_path, ["train.learning_rate=0.05", "train.ema_decay=0.7", "eval.num_prompts=8"])
+    model, rewards = run.epochs[-1].model, rewards_of(run.config)
+    prompts = Prompts(list(model.default_prompts), {})
+
+    def scored(weights: dict[str, Tensor]) -> float:
+        copy_into(trainable(model.module), weights)
+        return evaluate(model, rewards, prompts, run.config).mean["place"]
+
+    assert run.rows[-1]["eval/place"] == pytest.approx(scored(run.average), abs=1e-7)
+    assert run.rows[-1]["eval/place"] != pytest.approx(scored(run.weights), abs=1e-4)

@@ -1,11 +1,13 @@
-"""Trees and sheets as pictures."""
+"""Trees as text and as pictures, and sheets of samples."""
 
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from arborl.run.drawings import leaf_order, sheet
+from arborl.core.schedule import shifted
+from arborl.core.tree import grow
+from arborl.run.drawings import leaf_order, sheet, sketch
 
 from conftest import recorded_tree
 
@@ -27,3 +29,14 @@ def test_leaves_are_laid_out_without_crossings():
 def test_a_sheet_of_pictures(tmp_path: Path):
     sheet(torch.zeros(5, 3, 16, 16, dtype=torch.uint8), ["a very long caption " * 5] * 5, tmp_path / "s.png", columns=3)
     assert Image.open(tmp_path / "s.png").size == (3 * 134 + 6, 2 * 190 + 6)
+
+
+def test_the_sketch_has_a_row_for_each_leaf():
+    plan = grow(shifted(5, 3.0), "flow_sde", 1, [1, 2, 2, 1, 1], [0.0, 0.5, 0.5, 0.0, 0.0])
+    rows = sketch(plan)
+    assert rows == [
+        "   ┌══┬══──────●",
+        "●──┤  └══──────●",
+        "   └══┬══──────●",
+        "      └══──────●",
+    ]

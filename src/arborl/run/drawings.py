@@ -1,4 +1,4 @@
-"""Pictures of trees and sheets of samples, for the run folder."""
+"""Drawings of trees, as text and as pictures, and sheets of samples."""
 
 import math
 import textwrap
@@ -30,6 +30,49 @@ def leaf_order(plan: Plan) -> list[float]:
         if root in below:
             place[root] = (min(below[root]) + max(below[root])) / 2
     return place
+
+
+def profile(plan: Plan) -> str:
+    """A tree in one line, a mark for each step: < where it branches, ~ where it is only noisy, - where it is ODE."""
+    marks = ""
+    for level in plan.levels:
+        noisy, branching = bool(plan.stochastic[level.edges].any()), len(level.slot) > len(level.parents)
+        marks += "<" if branching else "~" if noisy else "-"
+    return f"●{marks} {len(plan.leaves)}"
+
+
+def sketch(plan: Plan) -> list[str]:
+    """The first tree as box drawing, root at the left, a row for each leaf; double lines are stochastic edges."""
+    order = leaf_order(plan)
+    members = [n for n in range(plan.nodes) if plan.tree[n] == 0]
+    rows = sorted((n for n in plan.leaves.tolist() if plan.tree[n] == 0), key=lambda n: order[n])
+    row_of = {leaf: i for i, leaf in enumerate(rows)}
+    children: dict[int, list[int]] = {}
+    for edge, parent in enumerate(plan.parent.tolist()):
+        children.setdefault(parent, []).append(plan.roots + edge)
+    for node in reversed(members):
+        if node in children:
+            spots = [row_of[c] for c in children[node]]
+            row_of[node] = (spots[0] + spots[-1]) // 2
+    canvas = [[" "] * (int(plan.depth.max()) * 3 + 1) for _ in rows]
+    for parent in members:
+        for position, child in enumerate(below := children.get(parent, [])):
+            column = int(plan.depth[parent]) * 3
+            line = "═" if plan.stochastic[child - plan.roots] else "─"
+            canvas[row_of[child]][column + 1 : column + 3] = line * 2
+            if len(below) > 1:
+                top, bottom = row_of[below[0]], row_of[below[-1]]
+                for row in range(top, bottom + 1):
+                    canvas[row][column] = canvas[row][column] if canvas[row][column] != " " else "│"
+                canvas[row_of[child]][column] = "┌" if position == 0 else "└" if child == below[-1] else "├"
+    for node in members:
+        if len(children.get(node, [])) != 1 or node < plan.roots:
+            mark = canvas[row_of[node]][int(plan.depth[node]) * 3]
+            canvas[row_of[node]][int(plan.depth[node]) * 3] = {" ": "●", "│": "┤", "┌": "┬", "└": "┴"}.get(mark, "●")
+        else:
+            spot = canvas[row_of[node]]
+            spot[int(plan.depth[node]) * 3] = spot[int(plan.depth[node]) * 3 + 1]
+    return ["".join(row).rstrip() for row in canvas]
 
 
 def draw_tree(tree: TreeFile, path: Path) -> None:

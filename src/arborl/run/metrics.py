@@ -1,6 +1,7 @@
 """The numbers of an epoch over all ranks; docs/metrics.md says what each means."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..core.tree import Plan
 from ..distributed.gather import gather, gather_strings, max_rank
+from ..engine.cost import BACKWARD_COST
 from ..engine.update import SUMS, Stats
 from ..rewards import Rewards, Scores
 
@@ -58,6 +60,12 @@ def update_metrics(
         "steps_skipped": stats.skipped,
         "steps_nonfinite": stats.nonfinite,
     }
+
+
+def speed_metrics(forwards: int, parents: int, flops: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Needed operations a second, all processes together; `flops` are those of a forward, `seconds` of the stages."""
+    needed = {"rollout": forwards, "update": BACKWARD_COST * parents}
+    return {f"tflops/{stage}": 1e-12 * flops * count / seconds[stage] for stage, count in needed.items()}
 
 
 def std(values: Float[Tensor, "*group n"]) -> Float[Tensor, "*group"]:

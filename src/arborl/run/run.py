@@ -19,7 +19,6 @@ from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather
 from ..engine.autotune import peak_memory
 from ..engine.batches import settled
-from ..engine.cost import BACKWARD_COST
 from ..engine.evaluate import Evaluation
 from ..engine.method import advantage_arguments, advantage_of, window_of
 from ..engine.rollout import Rollout
@@ -33,7 +32,7 @@ from .drawings import draw_tree
 from .evaluations import Evaluations
 from .guards import Guards
 from .logger import Logger
-from .metrics import score_metrics, std, update_metrics
+from .metrics import score_metrics, speed_metrics, std, update_metrics
 from .paths import CHECKPOINTS, TREES, epoch_name, epoch_of
 from .saver import Saver
 from .summary import write_summary
@@ -136,20 +135,14 @@ class Run:
         metrics = score_metrics(scores, self.diversity, self.rewards, total, self.accelerator)
         metrics |= update_metrics(advantage, plan, stats, total, with_kl, self.accelerator)
         metrics["window"] = window_of(self.config, plan, state.epoch)
-        parents = metrics["parents"]
         self.guards.check_update(metrics, stats)
+        forwards, parents = plan.forwards * total, int(metrics["parents"])
         state.epoch += 1
-        state.prompts += local.total
-        state.forwards += plan.forwards * local.total
-        state.forwards += int(parents) if with_kl else 0  # the reference's
-        state.forward_backwards += int(parents)
-        calls = {"rollout": plan.forwards * local.total, "update": BACKWARD_COST * int(parents)}
-        metrics |= {f"tflops/{name}": self._tflops(count, name) for name, count in calls.items()}
+        state.prompts += total
+        state.forwards += forwards + (parents if with_kl else 0)  # a parent's forward of the reference
+        state.forward_backwards += parents
+        metrics |= speed_metrics(forwards, parents, self.flops, self.logger.seconds)
         return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
-
-    def _tflops(self, forwards: int, stage: str) -> float:
-        """Needed operations a second that a stage came to, all processes together."""
-        return 1e-12 * self.flops * forwards / self.logger.seconds[stage]
 
     def evaluate_if_due(self, epoch: int) -> dict[str, float]:
         """Before the first epoch, and every `eval.every`: the metrics of the weights the epoch starts from."""
