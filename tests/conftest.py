@@ -192,7 +192,7 @@ def recorded_tree(leaves_without_score: bool = False) -> TreeFile:
 
 LONG = (
     *("models/test_models", "test_every_setting", "test_processes", "test_scenes", "test_compare", "test_rewards"),
-    *("test_presets", "test_remote", "test_update", "test_survival", "test_runs", "test_doctor", "test_compile"),
+    *("test_presets", "test_remote", "test_update", "test_survival", "test_run", "test_doctor", "test_compile"),
     *("test_plans", "test_extending", "test_commands", "test_fuzz", "test_learns", "test_report", "test_cli"),
     *("test_recorded", "test_reward_hacking", "test_mixture", "test_rollout", "test_prune", "test_embedding_cache"),
 )

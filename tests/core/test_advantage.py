@@ -25,7 +25,7 @@ from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
 
 from conftest import ROOT
-from test_counts import random_plan
+from test_tree import random_plan
 
 DEFAULTS = {"temperature": 1.0, "backup": "softmax", "fusion": "mean", "group": "tree"}
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "kernels_and_trees.json").read_text())["branch_depthwise"]

@@ -12,8 +12,7 @@ from arborl.core.plans import PLANS
 from arborl.core.prune import Pruning, prune, slide_depths
 from arborl.core.schedule import shifted
 from arborl.core.tree import Plan, grow
-from arborl.engine.cost import count_model_calls
-from arborl.engine.method import make_plan, pruning
+from arborl.engine.method import make_plan
 
 from test_plans import shapes
 
@@ -123,29 +122,6 @@ class TestPruning:
         assert not torch.equal(draws[0], draws[1])
         part = prune(plan, torch.ones(20, plan.edges), Pruning(step_fraction=0.6), fold(0, 0), torch.arange(30, 50))
         assert torch.equal(part, draws[0][30:])
-
-    def test_until_ends_it(self):
-        config = load_config("branch_depth", ["train.epochs=100", "prune.until=0.4"])
-        plan = make_plan(config, shifted(20, 3.0), 0)
-        assert pruning(config, plan, 39).depths
-        assert pruning(config, plan, 40) == Pruning()
-
-    def test_by_default_depths_stop_at_the_last_split(self):
-        config = load_config("branch_depth", ["prune.stop_depth=null", "prune.slide_interval=1", "train.epochs=100"])
-        plan = make_plan(config, shifted(20, 3.0), 0)
-        assert pruning(config, plan, 0).depths == (15, 16, 17, 18)
-        assert pruning(config, plan, 99).depths == (9, 10, 11, 12)
-
-    def test_what_it_saves_is_what_the_forecast_says(self):
-        whole, width, depth = (
-            load_config(name, ["model=mixture", "sample.num_prompts=1"])
-            for name in ("branch", "branch_width", "branch_depth")
-        )
-        plan = make_plan(whole, shifted(20, 3.0), 0)
-        assert count_model_calls(whole, plan, 0).forward_backwards == 187
-        # Half of the 16 chains, 9 trained edges each of which the first leaves a parent that stays.
-        assert count_model_calls(width, plan, 0).forward_backwards == 187 - 8 * 9
-        assert count_model_calls(depth, plan, 0).forward_backwards == 187 - 4 * 16
 
 
 class TestContract:

@@ -9,8 +9,8 @@ import torch
 from arborl.config import load_config
 from arborl.core.kernels import KERNELS, Coefficients, transition
 from arborl.core.noise import Key, fold, normal
-from arborl.core.tree import Plan
-from arborl.engine.method import make_plan
+from arborl.core.tree import Plan, grow
+from arborl.engine.method import kernel_of, make_plan
 from arborl.engine.rollout import Rollout, sample_trees, trained_batch
 from arborl.models import Model, load_model, lora
 from arborl.models.base import Cond
@@ -189,3 +189,60 @@ def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
     torch.testing.assert_close(record.latents, plain.latents, rtol=1e-4, atol=1e-4)
     assert not record.latents.requires_grad
     assert not record.log_density.requires_grad
+
+
+def test_mix_really_calls_the_model_as_often():
+    config, model = make(["algo=mix", "sample.num_steps=10", "sample.group_size=6", "tree.w=3", "tree.tou=1"])
+    seen, predict = [], model.predict
+    model.predict = lambda x, t, cond: (seen.append(len(x)), predict(x, t, cond))[1]  # pyright: ignore
+    plan = make_plan(config, model.schedule(10), 4)
+    sample_trees(model, plan, model.encode(["a dot"] * 2), fold(0, 0), torch.arange(2), config.sample)
+    assert sum(seen) == 2 * plan.forwards == 2 * (4 + 1 + 6 * 5)
+
+
+def leaves_of_tail(steps: int, solver: str, tail_steps: int) -> torch.Tensor:
+    config, model = make(
+        [f"sample.num_steps={steps}", f"sample.tail_solver={solver}", f"sample.tail_steps={tail_steps}", "tree.w=1"]
+    )
+    plan = make_plan(config, model.schedule(steps), 0)
+    texts = ["a dot"] * 32
+    return sample_trees(model, plan, model.encode(texts), fold(0, 0), torch.arange(32), config.sample).leaves
+
+
+def test_a_tail_as_long_as_the_schedule_is_the_schedule():
+    for n in (0, 9, 50):
+        assert torch.equal(leaves_of_tail(10, "euler", n), leaves_of_tail(10, "euler", 0))
+
+
+class TestSplitNoise:
+    """At a split the noise is drawn with κ·s, and its density is taken with κ·s."""
+
+    @pytest.mark.parametrize(("kernel", "eta"), [("dance_sde", 0.3), ("flow_sde", 0.2)])
+    def test_mean_log_density_is_that_of_the_true_density(self, kernel: str, eta: float):
+        overrides = ["algo=branch", f"kernel.name={kernel}", f"kernel.eta={eta}", "sample.num_steps=8"]
+        config, model = make([*overrides, "tree.split_points=[0,3]", "tree.split_noise_scale=4"])
+        plan = make_plan(config, model.schedule(8), 0)
+        assert plan.kappa[plan.step == 3].unique().tolist() == [4.0]
+        prompts = 3000
+        record = sample_trees(
+            model, plan, model.encode(["a dot"] * prompts), fold(0, 0), torch.arange(prompts), config.sample
+        )
+        plain = grow(plan.schedule, kernel, 1, [1] * 8, [eta] * 7 + [0.0]).coefficients.std
+        for step in range(7):
+            edges = plan.step == step
+            scale = 4.0 if step in (0, 3) else 1.0
+            std = plan.coefficients.std[edges]
+            torch.testing.assert_close(std, scale * plain[step].expand_as(std))
+            # E[log N(x; μ, s)] = -½ - log s - ½ log 2π; the mean over two elements varies by 1/√2·1/√draws.
+            true = -0.5 - torch.log(std[0]) - 0.5 * torch.log(torch.tensor(2 * torch.pi))
+            draws = record.log_density[:, edges].double()
+            assert float(draws.mean()) == pytest.approx(float(true), abs=4 * 0.5 / draws.numel() ** 0.5)
+
+    def test_children_are_spread_as_the_plan_says(self):
+        config, model = make(["algo=branch", "sample.num_steps=8", "tree.split_points=[0]", "tree.k=2"])
+        plan = make_plan(config, model.schedule(8), 0)
+        texts = ["a dot"] * 4000
+        record = sample_trees(model, plan, model.encode(texts), fold(0, 0), torch.arange(4000), config.sample)
+        apart = record.latents[:, 1] - record.latents[:, 2]
+        assert kernel_of(config) == "dance_sde"
+        assert float(apart.std()) == pytest.approx(2**0.5 * float(plan.coefficients.std[0]), rel=0.03)

@@ -188,7 +188,7 @@ def test_resume_auto(tmp_path: Path, capsys):
     assert_same_run(whole, tmp_path / "cut")
     before = contents(tmp_path / "cut")
     code, said = auto("run_name=cut")
-    assert (code, said) == (0, f"{tmp_path / 'cut'} has come to its end already\n")
+    assert (code, said) == (0, f"{tmp_path / 'cut'} is finished already\n")
     assert contents(tmp_path / "cut") == before
 
 

@@ -19,7 +19,7 @@ def leave(code: int) -> None:
 
 
 def one_line(text: str) -> str:
-    """click's sentence as one of ours."""
+    """click's message in our style: one line, in lower case, without a full stop."""
     text = " ".join(text.split()).rstrip(".")
     return text[:1].lower() + text[1:]
 

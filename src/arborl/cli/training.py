@@ -37,7 +37,7 @@ def train(overrides: tuple[str, ...], config_name: str | None, resume: Path | No
     config, going_on, over = resolve_start(resume, config_name, overrides)
     if over:
         if os.environ.get("RANK", "0") == "0":
-            click.echo(f"{going_on} has come to its end already", err=True)
+            click.echo(f"{going_on} is finished already", err=True)
         return
     code = 0
     try:

@@ -70,7 +70,7 @@ def check_settings(settings: Sequence[str]) -> None:
     for text in settings:
         key, _, value = text.partition("=")
         if key.lstrip("+") in COMPARISON_SETS:
-            raise InputError(key, value, "is what a comparison decides itself", "other settings; --seeds, --compute")
+            raise InputError(key, value, "is set by the comparison itself", "other settings; --seeds, --compute")
 
 
 @dataclass(frozen=True)

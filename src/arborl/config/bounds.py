@@ -59,7 +59,7 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | N
         raise InputError(key, value, f"no such choice{near}", choices + ", or package.module:function" * bool(own))
     if isinstance(value, str):
         if words and value not in words:
-            raise InputError(key, value, "is not a word it knows", allowed if bounds else kind)
+            raise InputError(key, value, "is not a known value", allowed if bounds else kind)
         check_text(key, value)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, int) and abs(value) >= 2**63:
@@ -71,7 +71,7 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | N
 def check_text(key: str, value: str) -> None:
     """Files, tokenizers and the system all take UTF-8 without NUL."""
     if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise InputError(key, value, "holds a character that is none", "a text in UTF-8, without NUL")
+        raise InputError(key, value, "contains NUL or half of a surrogate pair", "a text in UTF-8, without NUL")
 
 
 def check_path(key: str, value: str) -> None:

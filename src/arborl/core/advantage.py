@@ -10,7 +10,7 @@ from .tensors import unique
 from .tree import Plan
 
 STD_FLOOR = 1e-6
-"""A group whose scores spread less than this has nothing to say: its advantages are 0, not noise blown up."""
+"""A group whose standard deviation is below this has advantages of 0: dividing by it would amplify noise."""
 
 
 def zscore(scores: Float[Tensor, "*batch n"], ddof: int = 0, spread: float | None = None) -> Float[Tensor, "*batch n"]:

@@ -120,9 +120,9 @@ def sde_able(
         kind, fits = ("flow", "flow_sde, dance_sde or cps") if schedule.is_flow else ("diffusion", "ddim")
         raise ArgumentError("kernel", kernel, f"the model is a {kind} model", fits)
     if kernel == "cps" and eta > 1:
-        raise ArgumentError("eta", eta, "with cps it is an angle in quarter turns", "above 0, at most 1")
+        raise ArgumentError("eta", eta, "with cps it is an angle in units of π/2", "above 0, at most 1")
     if kernel == "ddim" and eta > 1:
-        raise ArgumentError("eta", eta, "with ddim more noise than 1 has no direction left", "above 0, at most 1")
+        raise ArgumentError("eta", eta, "with ddim a step cannot add more noise than 1 does", "above 0, at most 1")
     std = transition_std(schedule, kernel, eta, kappa)
     return (std > 0) & (schedule.sigma_next > 0) & ((std <= schedule.sigma_next) | excess)
 

@@ -22,8 +22,8 @@ from ..models.compile import outermost
 
 @cache
 def launcher_requests_fsdp() -> bool:
-    """Whether the accelerate config of the launch splits weights. From here on nobody else is to hear of it: accelerate
-    would split them in its own way, and transformers leave text encoders and rewards empty on all ranks but the first.
+    """Whether the launch's accelerate config requests FSDP. Its flags are cleared: accelerate would shard too, its own way,
+    and transformers would leave text encoders and rewards empty on all ranks but the first.
     """
     asked = parse_flag_from_env("ACCELERATE_USE_FSDP")
     if asked and os.environ.get("FSDP_VERSION", "1") != "2":
@@ -99,7 +99,7 @@ def gathered_on_host(tensor: Tensor) -> Tensor:
 
 
 def to_sharding_of(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values that every process has, on the other's device and split as it is."""
+    """`values`, which every process has, on `tensor`'s device and sharded like it."""
     if not isinstance(tensor, DTensor) or isinstance(values, DTensor):
         return values.to(tensor.device)
     values = values.to(tensor.device)

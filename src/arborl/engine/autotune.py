@@ -93,8 +93,8 @@ def forward_flops(model: Model, prompt: str) -> int:
 
 
 def should_compile(config: Config, flops: int, device: torch.device) -> tuple[bool, list[str]]:
-    """Whether a run is compiled, and why where `auto` leaves it open. The settings decide, and no clock: a run that
-    goes on decides alike.
+    """Whether a run is compiled, and why where `auto` leaves it open. That depends on settings and not on timing, so a
+    resumed run decides the same.
     """
     if config.compile != "auto" or device.type != "cuda":
         return config.compile == "on", []
@@ -164,7 +164,7 @@ def max_rows(config: Config, processes: int = 1) -> dict[str, int]:
 def stage_call(
     key: str, model: Model, state: State | None, accelerator: Accelerator, config: Config, prompt: str
 ) -> Callable[[int], None]:
-    """A micro-batch of a stage, of any size, with what it does to memory."""
+    """A function that runs one micro-batch of a stage, of any size, with the stage's use of memory."""
     predict = _predict(config, model, prompt)
 
     def sampled(size: int) -> None:
@@ -194,7 +194,7 @@ def stage_call(
 
 
 def _predict(config: Config, model: Model, prompt: str) -> Callable[[int], torch.Tensor]:
-    """The model's answer to so many rows of noise, of which a larger call has the same first."""
+    """A function from a size to the model's prediction on that many rows of noise; a larger call has the same first."""
     cond, time_of_first = model.encode([prompt]), float(window_plans(config)[0][1].timestep[0])
 
     def predict(size: int) -> torch.Tensor:
@@ -254,7 +254,7 @@ def trials(
 
 
 def choose(tried: list[Trial]) -> Trial:
-    """The smallest size that none is much faster than."""
+    """The smallest size whose time a row is within 3 % of the best."""
     fastest = min(trial.seconds for trial in tried)
     return next(trial for trial in tried if MAX_TIME_SHARE * trial.seconds <= fastest)
 

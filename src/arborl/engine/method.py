@@ -26,8 +26,8 @@ from ..models import model_class
 from ..tools.imports import import_object
 
 MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
-"""Of all places of a window, of a process in an epoch, of a run. What is beyond is a slip of the pen, refused before
-it can fill the memory.
+"""Limits: edges over all places of a window, edges of a process in an epoch, plan variants of a run. More is a slip of
+the pen, refused before it can fill the memory.
 """
 
 SETTING_OF_ARGUMENT = {
@@ -140,7 +140,7 @@ def window_plans(config: Config) -> list[tuple[int, Plan]]:
         raise InputError("sample.num_steps", len(schedule), problem, "fewer steps, fewer leaves, or tree.s=0")
     if edges * (prompts := split_prompts(config.sample).per_process) > MOST_CALLS:
         key = "num_prompts" if config.sample.prompts_per_epoch is None else "prompts_per_epoch"
-        problem = f"a process cannot go along {edges} edges for each in an epoch"
+        problem = f"{edges} edges for each are more than a process can take in an epoch"
         raise InputError(f"sample.{key}", prompts, problem, f"at most {MOST_CALLS // edges}")
     epochs = [move * config.tree.tou for move in range(visited)]
     return [(epoch, make_plan(config, schedule, epoch)) for epoch in epochs]
@@ -174,7 +174,7 @@ def check_plan(config: Config) -> None:
     """Everything about the plan that can be wrong is wrong before anything is loaded or written."""
     advantage, settings = config.advantage, config.prune
     if settings.until < 1 and config.train.max_seconds:
-        problem = "a run that stops by the clock has no share of it that could be known beforehand"
+        problem = "with train.max_seconds the length of the run is not known beforehand"
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
     if advantage.name not in ADVANTAGES:
         try_advantage(config, plan_at(config))

@@ -1,4 +1,4 @@
-"""Pictures inside a page: as small as they go without being seen to."""
+"""Pictures inside a page, compressed without visible loss."""
 
 import base64
 import io

@@ -79,12 +79,12 @@ class Rewards:
 
     @property
     def is_remote(self) -> bool:
-        """Whether others do all of their work, so that something else can be done meanwhile."""
+        """Whether servers compute every reward, so that decoding can go on meanwhile."""
         return all(getattr(function, "is_remote", False) for function in self.functions.values())
 
     @contextmanager
     def cancelled(self) -> Iterator[None]:
-        """Whatever ends the block early ends what others are asked, too."""
+        """Whatever ends the block early also cancels the requests to servers."""
         try:
             yield
         except BaseException:

@@ -21,7 +21,7 @@ from .logger import Logger
 
 @dataclass
 class Guards:
-    """Checks of a run's first epochs and of every epoch's rewards. Each says once what should not be."""
+    """Checks of a run's first epochs and of every epoch's rewards. Each warns once."""
 
     config: Config
     accelerator: Accelerator

@@ -147,12 +147,12 @@ class Logger:
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
     def warn_if_wrong(self, finding: Finding) -> None:
-        """A check that a run makes quietly."""
+        """Warn of a check that failed."""
         if finding.ok is False:
             self.warn_once(f"{finding.what}: {finding.measured}. {finding.advice[:1].upper()}{finding.advice[1:]}")
 
     def _take_over(self, config: Config, epoch: int) -> None:
-        """Go on in a run's folder: epochs after its checkpoint come again, so what was logged of them goes."""
+        """Resume in a run's folder: metrics, trees and sheets of epochs that will be repeated are removed."""
         kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
         with self.writing():
             for name in (SUMMARY, REPORT):  # of an end that is none any more

@@ -16,7 +16,7 @@ def epoch_name(epoch: int) -> str:
 
 
 def epoch_of(name: str) -> int | None:
-    """The epoch of such a name; None where it is none."""
+    """The epoch of such a name; None for any other name."""
     found = re.match(r"epoch_(\d{6,})", name)
     return int(found[1]) if found else None
 

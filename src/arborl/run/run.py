@@ -77,14 +77,14 @@ class Run:
         )
 
     def local_prompts(self) -> LocalPrompts:
-        """This process's prompts of the epoch at hand."""
+        """This process's prompts of the next epoch."""
         how = split_prompts(self.config.sample, self.accelerator.num_processes)
         return local_prompts(
             self.train_prompts, how, self.accelerator.process_index, self.state.prompts, self.config.seed
         )
 
     def score(self, rollout: Rollout, local: LocalPrompts) -> Scores:
-        """The scores of a process's leaves, and how far they are from one another."""
+        """The scores of this process's leaves; their diversity is kept for `complete_epoch`."""
         self.guards.check_decoder(rollout, local)
         size = settled(self.config.sample.decode_batch_size)
         scores, self.diversity = score_leaves(
@@ -156,14 +156,14 @@ class Run:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Whatever comes, the run is left as it should be."""
+        """Whatever ends the block: save if possible, close the trackers, say how to resume."""
         try:
             yield
         finally:
             self.leave()
 
     def leave(self) -> None:
-        """A run that was cut off keeps what is whole and says how to go on."""
+        """Save the last whole epoch of a run that was cut off, and say how to go on."""
         coordinator = self.coordinator
         if not self.finished:
             # One process alone cannot save weights that are split.

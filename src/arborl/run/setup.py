@@ -103,7 +103,7 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
 
 
 def check_can_resume(config: Config, run: Path, epoch: int) -> None:
-    """There must be something left to do."""
+    """An error if the epochs or the seconds are used up."""
     train, over = config.train, (run / SUMMARY).exists()
     if train.epochs < epoch or (train.epochs == epoch and over):
         raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", "more, to go on")
@@ -129,7 +129,7 @@ class Assembled:
     compiling: float = 0.0  # seconds so far
 
     def tune_and_warm_up(self) -> list[str]:
-        """Micro-batches found where they are left open, compiling done with; what came of it."""
+        """Find the batch sizes that are `auto`, compile and warm up; returns messages."""
         config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
         start = time.perf_counter()
         messages = find_batch_sizes(config, self.model, self.state, accelerator, prompt)
