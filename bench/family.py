@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from arborl.compare import Cell, Protocol, Run, execute, plan_runs, read, write
+from arborl.compare import Cell, PlannedRun, Protocol, execute, plan_runs, read, write
 from arborl.worlds.scenes.grammar import split
 
 COMPUTE = 400_000
@@ -94,7 +94,7 @@ def run(groups: list[tuple[list[Cell], Protocol, Path]], workers: int | None) ->
     planned = [plan_runs(cells, protocol, out) for cells, protocol, out in groups]
     total, told = sum(map(len, planned)), set[Path]()
 
-    def progress(running: Any, done: list[Run], failed: Any) -> None:
+    def progress(running: Any, done: list[PlannedRun], failed: Any) -> None:
         for finished in done:
             if finished.folder not in told:
                 told.add(finished.folder)

@@ -183,7 +183,7 @@ def test_every_preset_is_in_the_readme():
 
 @every_page
 def test_settings_named_in_prose_exist(page: Path):
-    known = {key for key, _ in knobs()} | (RENAMED.keys() if page.name == "CHANGELOG.md" else set())
+    known = {key for key, _ in knobs()} | (RENAMED.keys() if page.name in ("CHANGELOG.md", "config.md") else set())
     sections = "model|sample|tree|kernel|advantage|train|eval|log|prompts"
     for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text()):
         assert key in known or key.endswith((".py", ".yaml", ".txt")), key

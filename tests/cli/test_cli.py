@@ -78,6 +78,11 @@ class HalfAModel(Model):
     def encode(self, prompts):
         return None
 
+class OfBefore(MixtureModel):
+    @classmethod
+    def own_shift(cls, config):
+        return 5.0
+
 class Grey(MixtureModel):
     def decode(self, latents):
         return super().decode(latents)[:, :1]
@@ -173,6 +178,7 @@ BAD = {
         ["rewards.scene", "none of the prompts", "a dot at the top left"],
     ),
     "half a model": (["model.family=own_rewards:HalfAModel"], ["model.family", "lacks decode, predict"]),
+    "a model of before": (["model.family=own_rewards:OfBefore"], ["overrides own_shift", "default_shift"]),
     "a model that is none": (["model.family=own_rewards:good"], ["model.family=own_rewards:good", "subclass"]),
     "a model of grey pictures": (["model.family=own_rewards:Grey"], ["model", "(2, 1, 32, 32)", "N×3×H×W"]),
     "unknown advantage": (["advantage.name=tre"], ["advantage.name=tre", "nearest: tree", "package.module:function"]),

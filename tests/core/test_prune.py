@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from arborl.config import load_config
 from arborl.core.advantage import ADVANTAGES, advantages, depth
+from arborl.core.errors import ArgumentError
 from arborl.core.noise import fold
 from arborl.core.plans import PLANS
 from arborl.core.prune import Pruning, prune, slide_depths
@@ -122,6 +123,14 @@ class TestPruning:
         assert not torch.equal(draws[0], draws[1])
         part = prune(plan, torch.ones(20, plan.edges), Pruning(step_fraction=0.6), fold(0, 0), torch.arange(30, 50))
         assert torch.equal(part, draws[0][30:])
+
+
+@pytest.mark.parametrize("mode", [0, 1, "bets"])
+def test_a_mode_that_is_none_is_refused(mode: object):
+    """The setting takes 0, 1 and 2 too; the core's own are words."""
+    plan = grow(shifted(3, 3.0), "flow_sde", 1, [2, 2, 1], [0.5, 0.5, 0.0])
+    with pytest.raises(ArgumentError, match="width_mode=.*off, best, best_and_worst"):
+        prune(plan, torch.zeros(1, plan.edges), Pruning(width_mode=mode))  # type: ignore[arg-type]
 
 
 class TestContract:

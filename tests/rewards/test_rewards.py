@@ -31,6 +31,7 @@ from arborl.rewards.inspect import example
 from arborl.rewards.ocr import likeness, target
 from arborl.rewards.preprocessing import centre_crop, letterbox, normalised
 from arborl.rewards.tokenizers import ClipTokens
+from arborl.tools.imports import import_object
 from bench.pipelines import build, clip_encoder
 from bench.reward_files import (
     TINY,
@@ -751,7 +752,7 @@ class TestCommand:
 
     @pytest.mark.parametrize("name", ["hps", "ocr", "place", "scene"])
     def test_examples_are_pictures(self, name):
-        picture, prompt = example(name)
+        picture, prompt = example(name, import_object("rewards", BUILT_IN[name].fn, ()))
         assert picture.shape[0] == 3
         assert 0 <= picture.min() <= picture.max() <= 1
         assert prompt

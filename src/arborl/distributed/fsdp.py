@@ -22,8 +22,8 @@ from ..models.compile import outermost
 
 @cache
 def launcher_requests_fsdp() -> bool:
-    """Whether the launch's accelerate config requests FSDP. Its flags are cleared: accelerate would shard too, its own way,
-    and transformers would leave text encoders and rewards empty on all ranks but the first.
+    """Whether the launch's accelerate config requests FSDP. Its flags are cleared: accelerate would shard too, in its
+    own way, and transformers would leave text encoders and rewards empty on all ranks but the first.
     """
     asked = parse_flag_from_env("ACCELERATE_USE_FSDP")
     if asked and os.environ.get("FSDP_VERSION", "1") != "2":

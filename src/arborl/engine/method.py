@@ -174,7 +174,7 @@ def check_plan(config: Config) -> None:
     """Everything about the plan that can be wrong is wrong before anything is loaded or written."""
     advantage, settings = config.advantage, config.prune
     if settings.until < 1 and config.train.max_seconds:
-        problem = "with train.max_seconds the length of the run is not known beforehand"
+        problem = "the clock ends the run (train.max_seconds), so its length is not known beforehand"
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
     if advantage.name not in ADVANTAGES:
         try_advantage(config, plan_at(config))

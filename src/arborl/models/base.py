@@ -133,8 +133,8 @@ class Model(ABC):
 
     @property
     def min_batch_size(self) -> int:
-        """The smallest batch of a call, unless micro-batches are of one row: compiled code would need a second graph for
-        a single row, which rounds differently and takes as long to compile.
+        """The smallest batch of a call, unless micro-batches are of one row: compiled code would need another
+        graph for a single row, which rounds differently and takes as long to compile.
         """
         return 2 if self.compiled else 1
 
