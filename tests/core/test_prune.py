@@ -129,7 +129,7 @@ class TestPruning:
 def test_a_mode_that_is_none_is_refused(mode: object):
     """The setting takes 0, 1 and 2 too; the core's own are words."""
     plan = grow(shifted(3, 3.0), "flow_sde", 1, [2, 2, 1], [0.5, 0.5, 0.0])
-    with pytest.raises(ArgumentError, match="width_mode=.*off, best, best_and_worst"):
+    with pytest.raises(ArgumentError, match=r"width_mode=.*off, best, best_and_worst"):
         prune(plan, torch.zeros(1, plan.edges), Pruning(width_mode=mode))  # type: ignore[arg-type]
 
 
