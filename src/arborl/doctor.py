@@ -1,7 +1,7 @@
 """`arborl doctor`: is a flat curve a bug or a small batch?
 
-Each check is a line: what was measured, whether it is right, what to do. The measurements are in `checks.py`; a run
-makes the cheap ones too, and speaks up only if one fails.
+Each check is a line: what was measured, whether it is right, what to do. The measurements are in `engine/checks.py`; a
+run makes the cheap ones too, and warns only if one fails.
 """
 
 import copy
