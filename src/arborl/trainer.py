@@ -21,7 +21,8 @@ def train(config: Config, resume: Path | None = None) -> Path:
 
 def run_epochs(run: Run) -> Path:
     """The epochs that a run has left."""
-    config, model, state, logger, coordinator = run.config, run.model, run.state, run.logger, run.coordinator
+    config, model, state, accelerator = run.config, run.model, run.state, run.accelerator
+    logger, coordinator = run.logger, run.coordinator
     schedule = model.schedule(config.sample.num_steps)
     with coordinator.handling_signals(), run.leaving(), ProgressBar(logger, state.epoch, run.epochs) as bar:
         while run.goes_on():
@@ -36,16 +37,8 @@ def run_epochs(run: Run) -> Path:
             with logger.stage("rollout"), coordinator.independent_sampling():
                 plan = make_plan(config, schedule, epoch)
                 key = fold(config.seed, epoch)
-                rollout = sample_trees(
-                    model,
-                    plan,
-                    cond,
-                    key,
-                    local.ids,
-                    config.sample,
-                    keep_x0=run.records(epoch),
-                    trained_batch=trained_batch(model, config),
-                )
+                records, batch = run.records(epoch), trained_batch(model, config)
+                rollout = sample_trees(model, plan, cond, key, local.ids, config.sample, records, trained_batch=batch)
             with logger.stage("reward"), coordinator.independent():
                 scores = run.score(rollout, local)
             with logger.stage("advantage"):
@@ -56,18 +49,8 @@ def run_epochs(run: Run) -> Path:
             # Weights, averages, counters and metrics move on together or not at all.
             with coordinator.uninterruptible():
                 with logger.stage("update"):
-                    stats = update(
-                        model,
-                        state,
-                        run.accelerator,
-                        rollout,
-                        advantage,
-                        keep,
-                        config,
-                        key,
-                        local,
-                        run.guards.checks_gradients,
-                    )
+                    check = run.guards.checks_gradients
+                    stats = update(model, state, accelerator, rollout, advantage, keep, config, key, local, check)
                 metrics = run.complete_epoch(plan, scores, advantage, stats, local)
                 with coordinator.independent():
                     bar.advance(logger.log(epoch, metrics | evaluation))
