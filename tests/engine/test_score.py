@@ -41,6 +41,26 @@ def test_pictures_are_decoded_while_servers_score_others():
     assert scored.scores.total.tolist() == [[0, 1]] * 3
 
 
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_every_leaf_is_scored_with_its_own_prompt_and_columns(remote: bool, batch_size: int):
+    """The picture shows which latent it was made of, the scores say which prompt it came with."""
+    _, model = make(["model=mixture"])
+    model.decode = lambda latents: latents[:, :1, None, None].expand(-1, 3, 4, 4)
+    prompts = Prompts(["a", "bb", "ccc"], {"number": [10, 20, 30]})
+    leaves = torch.arange(6.0).view(3, 2, 1).expand(3, 2, *model.latent_shape)
+
+    def told(images: torch.Tensor, texts: list[str], columns: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+        lengths = torch.tensor([float(len(text)) for text in texts])
+        return {"latent": images[:, 0, 0, 0], "text": lengths, "number": torch.tensor(columns["number"]).float()}
+
+    told.is_remote = remote  # type: ignore[attr-defined]
+    parts = decode_and_score(model, Rewards({"x": told}, {"x": 1.0}), leaves, prompts, batch_size).scores.parts
+    assert parts["x/latent"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert parts["x/text"].tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert parts["x/number"].tolist() == [[10, 10], [20, 20], [30, 30]]
+
+
 images = st.builds(
     lambda seed, n, h, w: torch.rand(n, 3, h, w, generator=torch.Generator().manual_seed(seed)),
     st.integers(0, 99),
