@@ -336,7 +336,7 @@ def test_a_full_disk_at_a_tree_and_between_checkpoints(tmp_path: Path):
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_any_page(tmp_path: Path):
     """Every size of a disk up to the one that holds the run: each write is once the one that fails."""
-    met = fill(tmp_path, [*MIXTURE, "train.epochs=3"], range(4, 400, 4))
+    met = fill(tmp_path, [*MIXTURE, "train.epochs=3"], range(4, 500, 4))
     assert met["nothing"]
     met += fill(tmp_path, [*MIXTURE, "train.epochs=1", "log.record_every=1"], range(32, 300, 12))
     # With one checkpoint at the end, the last evaluation and the summary come next.
