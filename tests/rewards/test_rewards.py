@@ -758,6 +758,15 @@ class TestCommand:
         assert prompt
 
 
+def test_a_reward_may_bring_an_example_of_its_own():
+    def width(images, prompts, columns):
+        return torch.full((len(images),), float(images.shape[-1]))
+
+    width.example = lambda: (torch.zeros(3, 4, 7), "a dot")  # type: ignore[attr-defined]
+    picture, prompt = example("width", width)
+    assert (picture.shape, prompt) == ((3, 4, 7), "a dot")
+
+
 @pytest.fixture(scope="session")
 def sd3_with_clip_words(tmp_path_factory, files) -> Path:
     """A tiny SD3 pipeline with CLIP's own tokenizers, as the real one has."""
