@@ -109,7 +109,7 @@ def test_a_bad_tree_is_one_line_with_the_key_and_what_is_allowed(overrides, word
         ("branch", ["kernel.name=cps", "tree.split_noise_scale=2"], ["tree.split_noise_scale=2", "dance_sde"]),
         ("branch_mix", ["tree.mix_sde_window=30"], ["tree.mix_sde_window=30", "1..19"]),
         ("mix", ["tree.w=30"], ["tree.w=30", "1..2"]),
-        ("mix", ["kernel.name=ddim"], ["kernel.name=ddim", "flow model", "flow_sde"]),
+        ("mix", ["kernel.name=ddim"], ["kernel.name=ddim", "flow model", "allowed: auto, flow_sde"]),
         ("dance", ["sample.group_size=1"], ["sample.group_size", "2 leaves"]),
         ("tempflow", ["tree.k=1000"], ["tree.max_leaves"]),
         ("tempflow", ["tree.k=1"], ["advantage.group=siblings", "branches"]),

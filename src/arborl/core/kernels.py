@@ -122,7 +122,7 @@ def sde_able(
     if kernel == "cps" and eta > 1:
         raise ArgumentError("eta", eta, "with cps it is an angle in units of π/2", "above 0, at most 1")
     if kernel == "ddim" and eta > 1:
-        raise ArgumentError("eta", eta, "with ddim a step cannot add more noise than 1 does", "above 0, at most 1")
+        raise ArgumentError("eta", eta, "with ddim 1 is the most noise that a step can add", "above 0, at most 1")
     std = transition_std(schedule, kernel, eta, kappa)
     return (std > 0) & (schedule.sigma_next > 0) & ((std <= schedule.sigma_next) | excess)
 
