@@ -283,7 +283,7 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
             run_epochs(run)
         assert run.evaluations.first
         assert run.evaluations.newest
-        change = run.evaluations.newest[1].values["brightness"] - run.evaluations.first.values["brightness"]
+        change = run.evaluations.newest.values["brightness"] - run.evaluations.first.values["brightness"]
         rise, error = float(change.mean()), float(change.std()) / math.sqrt(len(change))
         rate, steps = config.train.learning_rate * factor, run.state.epoch * config.train.updates
         said.append(f"{run.state.epoch} epochs at learning rate {rate:.0e}: brightness {rise:+.2g} ± {error:.1g}")
@@ -305,7 +305,7 @@ def _canary_config(config: Config, texts: Sequence[str], folder: Path, factor: f
     prompts.write_text("\n".join(" ".join(text.split()) for text in texts), encoding="utf-8")
     found.rewards = {"brightness": RewardConfig()}
     found.prompts.path = str(prompts)
-    found.eval = EvalConfig(num_prompts=16, watch="off", num_steps=config.eval.num_steps)
+    found.eval = EvalConfig(every=0, num_prompts=16, watch="off", num_steps=config.eval.num_steps)
     found.log = LogConfig(dir=str(folder / "runs"), trackers=[], record_every=0, save_every=10**9)
     found.run_name = "canary"
     found.train.epochs, found.train.max_seconds = 100, seconds

@@ -12,11 +12,13 @@ from .report import write_report
 from .run.logger import ProgressBar
 from .run.run import Run
 from .run.setup import prepare
+from .tools.output import tolerant_output
 
 
 def train(config: Config, resume: Path | None = None) -> Path:
     """Run `config.train.epochs` epochs, from the start or from a run's last checkpoint; returns the run's folder."""
-    return run_epochs(prepare(config, resume))
+    with tolerant_output():
+        return run_epochs(prepare(config, resume))
 
 
 def run_epochs(run: Run) -> Path:

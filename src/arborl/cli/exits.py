@@ -6,14 +6,15 @@ import re
 import signal
 import sys
 
+from ..tools.output import flush_or_discard
+
 
 def leave(code: int) -> None:
     """End the process; under a launcher at once."""
+    flush_or_discard()
     if "WORLD_SIZE" in os.environ:
         # Threads of gloo may outlive their process group and abort the process when its interpreter ends
         # (pytorch/pytorch#179291). All that matters is written and closed by now.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

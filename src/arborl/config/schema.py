@@ -312,7 +312,12 @@ class RewardConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = knob(0, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
+    every: int = knob(10, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
+    between: int = knob(
+        32,
+        "Pictures to score in evaluations between the first and the last, the first of eval.num_prompts; 0 is all.",
+        low=0,
+    )
     prompts: str = knob(
         "",
         "Prompt file for evaluation; empty takes the training prompts, or where those are the model's own list, "

@@ -77,8 +77,11 @@ class Plan:
     @cached_property
     def index_in_tree(self) -> Int[Tensor, " nodes"]:
         """Each node's number within its own tree, breadth first: its address for the noise."""
-        same = self.tree[:, None] == torch.arange(self.roots)
-        return (same.cumsum(0) - 1).gather(1, self.tree[:, None]).squeeze(1)
+        order = torch.argsort(self.tree, stable=True)
+        sizes = torch.bincount(self.tree, minlength=self.roots)
+        number = torch.empty_like(order)
+        number[order] = torch.arange(self.nodes) - (sizes.cumsum(0) - sizes)[self.tree[order]]
+        return number
 
     @cached_property
     def leaves(self) -> Int[Tensor, " leaves"]:

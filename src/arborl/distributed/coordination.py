@@ -5,13 +5,18 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .gather import any_rank
+
+SIGHUP = getattr(signal, "SIGHUP", None)
+"""Of a terminal that is closed; not on every system."""
+ENDINGS = [number for number in (signal.SIGINT, signal.SIGTERM, SIGHUP) if number]
+"""Signals that ask a run to save and leave."""
 
 
 class OtherRankFailed(RuntimeError):  # noqa: N818 (it says where to look, and is no error of its own)
@@ -48,9 +53,9 @@ def _elsewhere(rank: int, text: str) -> OtherRankFailed:
 class Coordinator:
     """Brings all processes out of a run at the same place, whichever of them met an error or an interrupt.
 
-    Ctrl-C and SIGTERM both arrive as KeyboardInterrupt: at once where nothing is half done, after the update where
-    something would be. Several processes must leave at the same place, so there an interrupt waits for the end of a
-    stage. A second one is never held back.
+    Ctrl-C, SIGTERM and SIGHUP all arrive as KeyboardInterrupt: at once where nothing is half done, after the update
+    where something would be. Several processes must leave at the same place, so there an interrupt waits for the end of
+    a stage. A second one is never held back.
     """
 
     def __init__(self, accelerator: Accelerator, split: bool = False) -> None:
@@ -62,6 +67,8 @@ class Coordinator:
         self.since = 0.0  # when this process was last told to stop
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.since and number == SIGHUP:
+            return  # a shell passes on the one that the terminal has already sent: nobody is impatient
         before, self.since = self.since, time.monotonic()
         if self.several and before and self.since - before < 2:
             return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
@@ -70,15 +77,18 @@ class Coordinator:
         self.waiting = True
         if self.accelerator.is_main_process and not self.agreed:
             when = "this epoch's update" if self.mid_update else "this stage"
-            # Not by print: the signal may have come in the middle of one.
-            os.write(2, f"\nfinishing {when} before leaving; interrupt again to leave at once\n".encode())
+            with suppress(OSError):  # the terminal may be what is gone
+                # Not by print: the signal may have come in the middle of one.
+                os.write(2, f"\nfinishing {when} before leaving; interrupt again to leave at once\n".encode())
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python hands signals to the main thread alone; elsewhere whoever runs us deals with them
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Whoever ignores one, as nohup does for its command, is not told to leave by it.
+        heeded = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in heeded}
         try:
             yield
         finally:

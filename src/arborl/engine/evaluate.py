@@ -1,6 +1,7 @@
 """Evaluation: pictures by the ODE from fixed noise, mean ± standard error per reward."""
 
 import math
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ class Evaluation:
     captions: list[str]
     scores: list[float]  # of those pictures, by the first reward
     values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
+    between: int = 0  # prompts that evaluations in between have too, where these are fewer
 
     def shown(self) -> list[dict[str, Any]]:
         """Prompt and scores of each of the first pictures, as JSON has them."""
@@ -45,7 +47,24 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         found = {f"eval/{name}": value for name, value in self.mean.items()}
         found |= {f"eval/{name}_stderr": value for name, value in self.stderr.items()}
-        return found | {f"eval/{name}_failed": count / self.prompts for name, count in self.failed.items()}
+        found |= {f"eval/{name}_failed": count / self.prompts for name, count in self.failed.items()}
+        if self.between:
+            few = {name: values[: self.between] for name, values in self.values.items()}
+            mean, stderr, failed = summarised(few, self.failed)
+            found |= {f"eval_between/{name}": value for name, value in mean.items()}
+            found |= {f"eval_between/{name}_stderr": value for name, value in stderr.items()}
+            found |= {f"eval_between/{name}_failed": count / self.between for name, count in failed.items()}
+        return found
+
+
+def summarised(
+    parts: Mapping[str, Float[Tensor, " prompts"]], rewards: Iterable[str]
+) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
+    """Mean and standard error of what has a score, and the rewards' number of pictures without one."""
+    valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
+    mean = {name: float(v.mean()) for name, v in valid.items()}
+    stderr = {n: float(v.std() / math.sqrt(len(v))) if len(v) > 1 else math.nan for n, v in valid.items()}
+    return mean, stderr, {name: len(parts[name]) - len(valid[name]) for name in rewards}
 
 
 def evaluate(
@@ -55,11 +74,16 @@ def evaluate(
     config: Config,
     coordinator: Coordinator | None = None,
     keep_pictures: int = 16,
+    between: bool = False,
 ) -> Evaluation:
-    """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks."""
+    """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks.
+
+    An evaluation in `between` takes the first `eval.between` prompts alone.
+    """
     accelerator = coordinator.accelerator if coordinator else None
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    total = config.eval.num_prompts
+    fewer = min(config.eval.between or config.eval.num_prompts, config.eval.num_prompts)
+    total = fewer if between else config.eval.num_prompts
     share = math.ceil(total / ranks)
     ids = torch.arange(rank * share, rank * share + share)
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
@@ -78,15 +102,16 @@ def evaluate(
     reasons = gather_strings(
         [f"rewards.{name} failed ({why})" for name, (_, why) in scores.failures.items()], accelerator
     )
-    valid = {name: values[~values.isnan()].double() for name, values in parts.items()}
+    mean, stderr, failed = summarised(parts, rewards.functions)
     return Evaluation(
-        mean={name: float(v.mean()) for name, v in valid.items()},
-        stderr={n: float(v.std() / math.sqrt(len(v))) if len(v) > 1 else math.nan for n, v in valid.items()},
+        mean=mean,
+        stderr=stderr,
         prompts=total,
-        failed={name: total - len(valid[name]) for name in rewards.functions},
+        failed=failed,
         problems=reasons,
         pictures=pictures[:shown],
         captions=chosen.texts[:shown],
         scores=own[first][:shown].tolist(),
         values=parts,
+        between=fewer if fewer < total else 0,
     )

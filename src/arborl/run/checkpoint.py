@@ -23,6 +23,7 @@ from ..core.errors import InputError
 from ..distributed.fsdp import gathered, gathered_on_host, to_sharding_of
 from ..engine.state import State, copy_into
 from ..tools.files import fsync, umask
+from .folder import read_evaluations
 from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
 
 VERSION = 2
@@ -47,12 +48,16 @@ def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) 
         _remove(old)
 
 
-def save_best(state: State, folder: Path, writes: bool = True) -> None:
-    """The weights alone, apart from the others and in the place of those that were the best before."""
-    _write(state, folder / BEST, False, writes)
+def save_best(state: State, folder: Path, evaluation: Mapping[str, Any], writes: bool = True) -> None:
+    """The weights alone, apart from the others and in the place of those that were the best before; with their
+    evaluation, which a run that goes on from an earlier epoch has no row of.
+    """
+    _write(state, folder / BEST, False, writes, {"evaluation": dict(evaluation)})
 
 
-def _write(state: State, target: Path, with_optimizer: bool, writes: bool) -> None:
+def _write(
+    state: State, target: Path, with_optimizer: bool, writes: bool, more: Mapping[str, Any] | None = None
+) -> None:
     state.ema.restore()
     tensors = _contents(state, with_optimizer)
     if not writes:
@@ -65,7 +70,7 @@ def _write(state: State, target: Path, with_optimizer: bool, writes: bool) -> No
         for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
             save_file({name: gathered_on_host(tensor) for _, name, tensor in group}, aside / file)
         head = {"version": VERSION} | {kept: getattr(state, name) for name, kept in COUNTERS.items()}
-        head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list}
+        head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list, **(more or {})}
         (aside / "state.json").write_text(json.dumps(head))
         _seal(aside)
         _put(aside, target)
@@ -118,11 +123,17 @@ def load_checkpoint(state: State, path: Path) -> None:
     state.saved = state.epoch
 
 
-def drop_best_from(folder: Path, epoch: int) -> None:
-    """A run that goes on from an epoch has not had the evaluations after it: what was best among them goes."""
-    best = folder / BEST
-    if best.is_dir() and (problem_with(best) or read_header(best)["epoch"] >= epoch):
-        _remove(best)
+def evaluation_of_best(run: Path) -> Mapping[str, Any] | None:
+    """The evaluation of the weights that a run keeps as its best; None where it keeps none.
+
+    Version 0.1.0 did not write it beside them: there it is the one of their epoch.
+    """
+    kept = run / CHECKPOINTS / BEST
+    if not kept.is_dir():
+        return None
+    head = read_header(kept)
+    of_epoch = (row for row in reversed(read_evaluations(run)) if row["epoch"] == head["epoch"])
+    return head.get("evaluation") or next(of_epoch, None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -134,12 +145,18 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint of a run that can be trusted, None if it ended before its first; and what is wrong with
     those that are newer still.
     """
-    damaged: dict[Path, str] = {}
-    for path in reversed(checkpoints(run / CHECKPOINTS)):
-        problem = problem_with(path)
-        if problem is None:
-            return path, damaged
-        damaged[path] = problem
+    folder = run / CHECKPOINTS
+    found = checkpoints(folder)
+    while True:
+        damaged: dict[Path, str] = {}
+        for path in reversed(found):
+            problem = problem_with(path)
+            if problem is None:
+                return path, damaged
+            damaged[path] = problem
+        before, found = found, checkpoints(folder)
+        if found == before:  # else a running run has put others in their place meanwhile
+            break
     if damaged:
         listed = "; ".join(f"{path.name} {problem}" for path, problem in damaged.items())
         raise InputError(

@@ -1,7 +1,7 @@
 """Evaluations while a run goes on, and what is concluded from them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..engine.state import State
 from ..models import Model
 from ..rewards import Rewards
 from ..tools.files import write_atomically
+from .checkpoint import evaluation_of_best
 from .drawings import sheet
 from .folder import finite
 from .logger import Logger
@@ -35,18 +36,18 @@ class Evaluations:
     state: State
     logger: Logger
     coordinator: Coordinator
-    newest: tuple[int, Evaluation] | None = None  # and after how many epochs
+    newest: Evaluation | None = None
     first: Evaluation | None = None
     hacked: bool = False  # eval.watch=stop saw reward hacking
 
-    def at(self, epoch: int, save_best: Callable[[], None]) -> Evaluation:
+    def at(self, epoch: int, save_best: Callable[[Mapping[str, Any]], None], between: bool = False) -> Evaluation:
         """Score the held-out pictures, keep the weights if they are the best so far, and look for reward hacking."""
-        if self.newest and self.newest[0] == epoch:
-            return self.newest[1]
         with self.state.ema.applied():
-            found = evaluate(self.model, self.rewards, self.prompts, self.config, self.coordinator)
-        self.newest, self.first = (epoch, found), self.first or found
+            found = evaluate(self.model, self.rewards, self.prompts, self.config, self.coordinator, between=between)
+        self.newest, self.first = found, self.first or found
+        row = {"epoch": epoch, **finite(found.metrics())}
         with self.coordinator.independent():
+            self.logger.log_evaluation(row)
             if self.accelerator.is_main_process and len(found.pictures):
                 captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
                 with self.logger.writing():
@@ -68,13 +69,13 @@ class Evaluations:
         is_best = False
         with self.coordinator.independent():
             if self.accelerator.is_main_process:
-                rows = [*self.logger.read_metrics(), {"epoch": epoch} | finite(found.metrics())]
-                is_best = self._is_best(epoch, rows)
+                rows = [*self.logger.read_metrics(), row]
+                is_best = epoch > 0 and self.best(rows) is row  # untrained weights are not kept: the model has them
                 if self.config.eval.watch != "off":
                     aims = {name: aim for name, aim in self.rewards.directions.items() if self.rewards.weights[name]}
                     signs = hacking(rows, aims, self.rewards.watched)
         if any_rank(is_best, self.accelerator):
-            save_best()
+            save_best(row)
         if signs:
             shown = f"{signs[0]}, but {', '.join(signs[1:])}"
             self.logger.warn_once(f"after {epoch} epochs this looks like reward hacking: {shown}")
@@ -88,6 +89,9 @@ class Evaluations:
         weighed = [name for name in self.rewards.functions if self.rewards.weights[name]]
         return self.config.eval.best or [*self.rewards.watched, *weighed][0]
 
-    def _is_best(self, epoch: int, rows: list[dict[str, Any]]) -> bool:
-        """Untrained weights are not kept: the model has them."""
-        return epoch > 0 and best(rows, self.best_by, self.rewards.directions[self.best_by]) is rows[-1]
+    def best(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The best evaluation there was: of those in the rows of metrics, and that of the weights that are kept as the
+        best, which may be of an epoch that was undone.
+        """
+        kept = evaluation_of_best(self.logger.folder)
+        return best([*([kept] if kept else []), *rows], self.best_by, self.rewards.directions[self.best_by])

@@ -4,34 +4,63 @@ import errno
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from ..config import save_config
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
-from ..tools.files import fsync, umask
-from .paths import CONFIG, METRICS, SUMMARY
+from ..tools.files import fsync, umask, write_atomically
+from .paths import CONFIG, EVALUATIONS, METRICS, SUMMARY
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every line of a run's metrics.jsonl; a last one that a kill cut short is left out."""
-    path = folder / METRICS
+    return _read_lines(folder, METRICS)
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Every evaluation that a run made, in their order; those whose epoch was undone by a resume have `undone`.
+
+    Of a run of version 0.1.0, those that its metrics hold.
+    """
+    if (folder / EVALUATIONS).is_file():
+        return _read_lines(folder, EVALUATIONS)
+    return [found for row in read_metrics(folder) if (found := evaluation_in(row))]
+
+
+def keep_evaluations(folder: Path, epoch: int) -> dict[str, Any]:
+    """Mark the evaluations of epochs after this one as undone; returns the one of this epoch's weights, if there is."""
+    rows = [row | ({"undone": True} if row["epoch"] > epoch else {}) for row in read_evaluations(folder)]
+    write_rows(folder / EVALUATIONS, rows)
+    return next((row for row in reversed(rows) if row["epoch"] == epoch and "undone" not in row), {})
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    path = folder / name
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
-    return [_row(folder, number, line) for number, line in enumerate(lines[:-1], 1)]
+    return [_row(folder, name, number, line) for number, line in enumerate(lines[:-1], 1)]
 
 
-def _row(folder: Path, number: int, line: str) -> dict[str, Any]:
+def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError
         return row
     except ValueError:
-        problem = f"line {number} of its {METRICS} is damaged"
+        problem = f"line {number} of its {name} is damaged"
         raise InputError("run", folder, problem, "the run without that line") from None
 
 
@@ -48,7 +77,7 @@ def summary_damaged(folder: Path) -> InputError:
     return InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file")
 
 
-def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no NaN: a number that is none is null."""
     return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
 
@@ -56,6 +85,12 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
 def training_seconds(row: dict[str, Any]) -> float:
     """Seconds of an epoch, evaluation apart."""
     return row["step_time"] - row.get("time/evaluate", 0.0)
+
+
+def evaluation_in(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of metrics holds of an evaluation, with its epoch; empty where it holds none."""
+    found = {name: value for name, value in row.items() if name.startswith(("eval/", "eval_between/"))}
+    return {"epoch": row["epoch"], **found} if found else {}
 
 
 def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -116,6 +151,18 @@ def changes(before: Config, after: Config) -> list[str]:
     """The settings that differ, each as `key: old -> new`."""
     old, new = flat(before), flat(after)
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """For writing into a run's folder: a full disk, a missing permission and the like become one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        if not why or isinstance(error, ConnectionError):  # some tracker's server
+            raise
+        raise InputError("log.dir", folder, f"cannot be written to ({why})") from None
 
 
 def check_is_run(folder: Path) -> None:

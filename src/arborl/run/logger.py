@@ -4,10 +4,10 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
@@ -15,25 +15,26 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..config import save_config
 from ..config.schema import Config
-from ..core.errors import InputError
 from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
-from ..tools.files import atomic, fsync, lock, write_atomically
+from ..tools.files import atomic, fsync, lock
 from .folder import (
     STAGES,
     claim_folder,
     finite,
     flat,
+    keep_evaluations,
     read_metrics,
     training_seconds,
     with_absolute_paths,
+    write_rows,
+    writing,
 )
-from .paths import CONFIG, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
+from .paths import CONFIG, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
 from .trackers import log_pictures, start_trackers
 
 BLOCKS = 24
@@ -44,21 +45,29 @@ class Logger:
     """Writes to the run's folder, trackers and terminal. On ranks other than the first nothing is written or shown."""
 
     def __init__(
-        self, config: Config, accelerator: Accelerator, resume: Path | None, epoch: int, quiet: bool = False
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        resume: Path | None,
+        epoch: int,
+        quiet: bool = False,
+        held: IO[bytes] | None = None,  # the lock on a run that goes on
     ) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
         self.inside: list[float] = []  # seconds that stages within the open ones took
         self.trained = 0.0  # seconds of all epochs, evaluation apart
         self.warned: set[str] = set()
+        self.evaluated: dict[str, Any] = {}  # the evaluation that a resumed run made of the weights it goes on from
         self.console = Console(stderr=True, quiet=quiet or not self.main, highlight=False)
         with fail_together(accelerator):
             name = [str(resume or (claim_folder(config) if self.main else ""))]
         self.folder = Path(broadcast_object_list(name)[0])
-        config.run_name = self.folder.name
+        if not resume:
+            config.run_name = self.folder.name
         with fail_together(accelerator):
             with self.writing():
-                self.lock = lock(self.folder / LOCK) if self.main else None
+                self.lock = lock(self.folder / LOCK) if self.main and held is None else held
             if self.main and resume:
                 self._take_over(config, epoch)
         accelerator.project_configuration.logging_dir = str(self.folder)
@@ -102,16 +111,15 @@ class Logger:
             for tracker in self.accelerator.trackers:  # none on other ranks
                 log_pictures(tracker, name, epoch, drawing, captions, pictures)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """For writing into the run's folder: a full disk, a missing permission and the like become one line."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            if not why or isinstance(error, ConnectionError):  # some tracker's server
-                raise
-            raise InputError("log.dir", self.folder, f"cannot be written to ({why})") from None
+    def log_evaluation(self, row: Mapping[str, Any]) -> None:
+        """One line of evaluations.jsonl, at once: the line of metrics comes when its epoch is complete."""
+        with self.writing():
+            if self.main:
+                with (self.folder / EVALUATIONS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+
+    def writing(self) -> AbstractContextManager[None]:
+        return writing(self.folder)
 
     def _thread_failed(self, failure: Any) -> None:
         """TensorBoard writes in a thread. Its error is raised again at the next call, and handled there."""
@@ -120,8 +128,9 @@ class Logger:
 
     def sync(self) -> None:
         """Have the metrics on the disk, before a checkpoint that comes after them."""
-        if self.main and (self.folder / METRICS).is_file():
-            fsync(self.folder / METRICS)
+        for name in (METRICS, EVALUATIONS):
+            if self.main and (self.folder / name).is_file():
+                fsync(self.folder / name)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)
@@ -152,9 +161,14 @@ class Logger:
             self.warn_once(f"{finding.what}: {finding.measured}. {finding.advice[:1].upper()}{finding.advice[1:]}")
 
     def _take_over(self, config: Config, epoch: int) -> None:
-        """Resume in a run's folder: metrics, trees and sheets of epochs that will be repeated are removed."""
-        kept = [row for row in self.read_metrics() if row["epoch"] < epoch]
+        """Resume in a run's folder: metrics, trees and sheets of epochs that will be repeated are removed. Evaluations
+        are kept, all of them; the one of the weights that the run goes on from is this epoch's.
+        """
+        rows = self.read_metrics()
+        kept = [row for row in rows if row["epoch"] < epoch]
         with self.writing():
+            self.evaluated = keep_evaluations(self.folder, epoch)
+            self.seconds["evaluate"] = sum(row.get("time/evaluate") or 0.0 for row in rows if row["epoch"] == epoch)
             for name in (SUMMARY, REPORT):  # of an end that is none any more
                 (self.folder / name).unlink(missing_ok=True)
             for path in [*self.folder.glob(f"{TREES}/*"), *self.folder.glob(f"{SAMPLES}/*")]:
@@ -162,7 +176,7 @@ class Logger:
                 undone = epoch + (path.parent.name == SAMPLES)
                 if (of := epoch_of(path.name.lstrip("."))) is not None and of >= undone:
                     path.unlink()
-            write_atomically(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+            write_rows(self.folder / METRICS, kept)
             with atomic(self.folder / CONFIG) as aside:
                 save_config(with_absolute_paths(config), aside)
         self.trained = sum(map(training_seconds, kept))

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 CONFIG, METRICS, SUMMARY, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "report.html"
+EVALUATIONS = "evaluations.jsonl"
+"""Every evaluation as soon as it is made; those of epochs that were undone later stay, marked so."""
 TREES, SAMPLES, BEFORE_AFTER = "trees", "samples", "before_after.png"
 CHECKPOINTS, BEST = "checkpoints", "best"
 LOCK = ".lock"

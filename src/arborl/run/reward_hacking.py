@@ -19,18 +19,24 @@ run that learns (on the scenes to a fifth of their first diversity), so much les
 """
 
 
+def of(row: Mapping[str, Any], name: str) -> float | None:
+    """A number of an evaluation, over the prompts that all evaluations of the run have: others are another question."""
+    among = row.get(f"eval_between/{name}")
+    return row.get(f"eval/{name}") if among is None else among
+
+
 def evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
     """The rows of metrics that hold an evaluation of this reward: those where it scored as many pictures as ever, for
     means over fewer are of others.
     """
-    found = [row for row in rows if row.get(f"eval/{name}") is not None]
-    fewest = min((row.get(f"eval/{name}_failed") or 0.0 for row in found), default=0.0)
-    return [row for row in found if (row.get(f"eval/{name}_failed") or 0.0) == fewest]
+    found = [row for row in rows if of(row, name) is not None]
+    fewest = min((of(row, f"{name}_failed") or 0.0 for row in found), default=0.0)
+    return [row for row in found if (of(row, f"{name}_failed") or 0.0) == fewest]
 
 
 def best(rows: Sequence[Mapping[str, Any]], name: str, aim: float = 1.0) -> Mapping[str, Any] | None:
     """The evaluation where this reward was highest (lowest, where it aims down), the earliest of equals."""
-    return max(evaluations(rows, name), key=lambda row: aim * row[f"eval/{name}"], default=None)
+    return max(evaluations(rows, name), key=lambda row: aim * (of(row, name) or 0.0), default=None)
 
 
 def hacking(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, float], watched: Sequence[str]) -> list[str]:
@@ -61,12 +67,12 @@ def hacking(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, float], wat
 
 def _change(before: Sequence[Mapping[str, Any] | None], now: Mapping[str, Any], name: str) -> int:
     """-1, 0 or 1: whether a reward fell, stayed or rose by more than chance explains."""
-    key = f"eval/{name}"
     then = before[0] if before else None
-    if then is None or now.get(key) is None:
+    score, earlier = of(now, name), None if then is None else of(then, name)
+    if then is None or score is None or earlier is None:
         return 0
-    error = math.hypot(*(row.get(f"{key}_stderr") or 0.0 for row in (then, now)))
-    change = now[key] - then[key]
+    error = math.hypot(*(of(row, f"{name}_stderr") or 0.0 for row in (then, now)))
+    change = score - earlier
     return (change > 0) - (change < 0) if abs(change) > SIGMAS * error else 0
 
 
@@ -75,7 +81,7 @@ def statistic(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | Non
     mean between two evaluations.
     """
     if name != "diversity":
-        found = [row[f"eval/pictures/{name}"] for row in rows if row.get(f"eval/pictures/{name}") is not None]
+        found = [value for row in rows if (value := of(row, f"pictures/{name}")) is not None]
         return (found[0], found[-1]) if found else (None, None)
     spans: list[list[float]] = [[]]
     for row in rows:
@@ -88,4 +94,4 @@ def statistic(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | Non
 
 
 def _shown(row: Mapping[str, Any] | None, name: str) -> str:
-    return "–" if row is None else f"{row[f'eval/{name}']:.4g}"
+    return "–" if row is None else f"{of(row, name):.4g}"

@@ -19,7 +19,6 @@ from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather
 from ..engine.autotune import peak_memory
 from ..engine.batches import settled
-from ..engine.evaluate import Evaluation
 from ..engine.method import advantage_arguments, advantage_of, window_of
 from ..engine.rollout import Rollout
 from ..engine.score import score_leaves
@@ -30,6 +29,7 @@ from ..rewards import Rewards, Scores
 from .checkpoint import checkpoints
 from .drawings import draw_tree
 from .evaluations import Evaluations
+from .folder import evaluation_in
 from .guards import Guards
 from .logger import Logger
 from .metrics import score_metrics, speed_metrics, std, update_metrics
@@ -146,13 +146,12 @@ class Run:
 
     def evaluate_if_due(self, epoch: int) -> dict[str, float]:
         """Before the first epoch, and every `eval.every`: the metrics of the weights the epoch starts from."""
-        every = self.config.eval.every
+        every, made = self.config.eval.every, self.logger.evaluated
+        if made and made["epoch"] == epoch:
+            return {name: value for name, value in evaluation_in(made).items() if name != "epoch"}
         if epoch and (not every or epoch % every):
             return {}
-        return self._evaluate(epoch).metrics()
-
-    def _evaluate(self, epoch: int) -> Evaluation:
-        return self.evaluations.at(epoch, self.saver.save_best)
+        return self.evaluations.at(epoch, self.saver.save_best, between=epoch > 0).metrics()
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -185,7 +184,7 @@ class Run:
         with self.saver.saving():
             self.saver.save()
         with logger.stage("evaluate"):
-            metrics = self._evaluate(epochs).metrics()
+            metrics = self.evaluations.at(epochs, self.saver.save_best).metrics()
         with self.coordinator.independent(), logger.writing():
             logger.log(epochs, metrics)
             if stopped:

@@ -1,8 +1,9 @@
 """Checkpoints of a running run: saved when they are due; all ranks leave when one cannot be written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -40,10 +41,10 @@ class Saver:
             folder, main = self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process
             save_checkpoint(self.state, folder, self.config.log.keep, main)
 
-    def save_best(self) -> None:
+    def save_best(self, evaluation: Mapping[str, Any]) -> None:
         if self.enabled:
             with self.saving():
-                save_best(self.state, self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process)
+                save_best(self.state, self.logger.folder / CHECKPOINTS, evaluation, self.accelerator.is_main_process)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

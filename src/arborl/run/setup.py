@@ -4,11 +4,11 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
@@ -43,27 +43,47 @@ from ..engine.state import Ema, State, trainable
 from ..models import Model, load_model
 from ..models.compile import CACHE_DIR_VARIABLE
 from ..rewards import Rewards
-from .checkpoint import drop_best_from, latest_valid, load_checkpoint, quarantine, read_header, remove_partial
-from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths
+from ..tools.files import lock
+from .checkpoint import latest_valid, load_checkpoint, problem_with, quarantine, read_header, remove_partial
+from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths, writing
 from .inputs import load_inputs, probe
 from .logger import Logger
-from .paths import CHECKPOINTS, CONFIG, SUMMARY
+from .paths import BEST, CHECKPOINTS, CONFIG, LOCK, SUMMARY
 from .run import Run
 from .trackers import check_login, trackers
 
 
 def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> Run:
-    """Check everything a user can get wrong, load it, and only then make the run's folder. `quiet` shows nothing."""
+    """Check everything a user can get wrong, load it, and only then make the run's folder. `quiet` shows nothing.
+
+    A run that goes on is locked before anything of it is read: whoever else writes to it would change what was read.
+    """
     check_plan(config)
     accelerator = start_accelerator(
         config,
         log_with=[*trackers(config)] or None,
         project_config=ProjectConfiguration(logging_dir=config.log.dir),  # the run's own folder, once it is made
     )
+    with ExitStack() as held_on_error:
+        with fail_together(accelerator):
+            check_folder(config, resume)
+            if accelerator.is_main_process:
+                check_login(trackers(config))
+            held = _locked(resume) if resume and accelerator.is_main_process else None
+            if held:
+                held_on_error.enter_context(held)
+        run = _prepare(config, accelerator, resume, quiet, held)
+        held_on_error.pop_all()
+    return run
+
+
+def _locked(run: Path) -> IO[bytes]:
+    with writing(run):
+        return lock(run / LOCK)
+
+
+def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quiet: bool, held: IO[bytes] | None) -> Run:
     with fail_together(accelerator):
-        check_folder(config, resume)
-        if accelerator.is_main_process:
-            check_login(trackers(config))
         found = [latest_valid(resume) if resume and accelerator.is_main_process else (None, {})]  # it reads all of it
     checkpoint, damaged = broadcast_object_list(found)[0]
     with fail_together(accelerator):
@@ -83,11 +103,15 @@ def prepare(config: Config, resume: Path | None = None, quiet: bool = False) -> 
             load_checkpoint(state, checkpoint)
     before = read_config(resume / CONFIG) if resume else config
     changed = changes(with_absolute_paths(before), with_absolute_paths(config))
-    logger = Logger(config, accelerator, resume, state.epoch, quiet)
+    logger = Logger(config, accelerator, resume, state.epoch, quiet, held)
+    if any(text.startswith(("eval.", "rewards.")) for text in changed):
+        logger.evaluated = {}  # an evaluation by these settings is another one
     with fail_together(accelerator), logger.writing():
         if resume and accelerator.is_main_process:
             remove_partial(resume / CHECKPOINTS)
-            drop_best_from(resume / CHECKPOINTS, state.epoch)
+            best = resume / CHECKPOINTS / BEST
+            if best.is_dir() and (problem := problem_with(best)):
+                damaged[best] = problem
             for path, problem in damaged.items():
                 kept = quarantine(path)
                 logger.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")

@@ -13,7 +13,7 @@ from .evaluations import Evaluations
 from .folder import seconds_by_stage
 from .logger import Logger
 from .paths import BEFORE_AFTER, BEST, CHECKPOINTS, SAMPLES, SUMMARY, TREES, epoch_files, epoch_name
-from .reward_hacking import best
+from .reward_hacking import of
 
 
 def write_summary(
@@ -23,13 +23,13 @@ def write_summary(
     epochs, best_by, rewards = state.epoch, evaluations.best_by, evaluations.rewards
     rows = logger.read_metrics()
     reward = f"eval/{next(iter(rewards.functions))}"
-    top = best(rows, best_by, rewards.directions[best_by])
+    top = evaluations.best(rows)
     summary = {
         "heldout_before": rows[0].get(reward),
         "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),
         "heldout_after": rows[-1][reward],
         "heldout_after_stderr": rows[-1][f"{reward}_stderr"],
-        "best": top and {"reward": best_by, "value": top[f"eval/{best_by}"], "epoch": top["epoch"]},
+        "best": top and {"reward": best_by, "value": of(top, best_by), "epoch": top["epoch"]},
         "seconds": sum(row["step_time"] for row in rows),
         "train_seconds": logger.trained,
         "epochs": epochs,
@@ -43,10 +43,9 @@ def write_summary(
     shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
     logger.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
     if top and top["epoch"] not in (0, epochs):
-        where, value = logger.folder / CHECKPOINTS / BEST, top[f"eval/{best_by}"]
-        there = where.is_dir() and read_header(where)["epoch"] == top["epoch"]
-        kept = where if there else "not kept, as the run went on"
-        logger.say(f"{best_by} was highest after {top['epoch']} epochs, {value:.4f}: {kept}")
+        where = logger.folder / CHECKPOINTS / BEST
+        kept = where if where.is_dir() and read_header(where)["epoch"] == top["epoch"] else "not kept"
+        logger.say(f"{best_by} was highest after {top['epoch']} epochs, {of(top, best_by):.4f}: {kept}")
     _show(logger, epochs, evaluations)
     write_atomically(logger.folder / SUMMARY, json.dumps(summary, indent=1))
     try:
@@ -64,7 +63,7 @@ def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
         both = logger.folder / SAMPLES / BEFORE_AFTER
         try:
             names = ["before", f"after {epochs} epochs"]
-            interleave([before, after], names, both, cell_of(evaluations.newest[1].pictures))
+            interleave([before, after], names, both, cell_of(evaluations.newest.pictures))
             logger.say(f"pictures before and after: {both}")
         except OSError as error:
             if error.errno:  # it is the disk's

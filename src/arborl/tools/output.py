@@ -1,0 +1,66 @@
+"""Output of a run that nobody may be there to read any more."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
+
+READER_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)
+"""Errors of a pipe whose reader ended, and of a terminal that was closed: they do not go away."""
+
+
+class Tolerant:
+    """A stream whose failures are nobody's business: a run is not worth less because its messages cannot be shown.
+
+    What a full disk does not take is lost; what has no reader any more goes nowhere from then on, also where libraries
+    write to the descriptor themselves, and when the interpreter ends.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            self._failed(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError | ValueError) -> None:
+        if isinstance(error, OSError) and error.errno in READER_GONE:
+            discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def tolerant_output() -> Iterator[None]:
+    """Inside, what cannot be written to stdout or stderr stops nothing."""
+    with redirect_stdout(Tolerant(sys.stdout)), redirect_stderr(Tolerant(sys.stderr)):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+def discard(stream: TextIO) -> None:
+    """Send what is written to a stream, and what waits in it, nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def flush_or_discard() -> None:
+    """Before the process ends: an exit code says how a command went, not whether somebody read to its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            discard(stream)
