@@ -30,6 +30,11 @@ def max_rank(value: float, accelerator: Accelerator | None) -> float:
     return float(gather(torch.tensor([value], dtype=torch.float64), accelerator).max())
 
 
+def sum_ranks(value: float, accelerator: Accelerator | None) -> float:
+    """The sum of all ranks' values: the same on all of them."""
+    return float(gather(torch.tensor([value], dtype=torch.float64), accelerator).sum())
+
+
 def gather_strings(words: Sequence[str], accelerator: Accelerator | None) -> list[str]:
     """The words that any rank has, each once, sorted: the same list on every rank."""
     if accelerator is None or accelerator.num_processes == 1:
@@ -41,6 +46,13 @@ def by_replica(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -
     """Every rank's value for each tensor, arranged so that values that must be equal stand in a column."""
     shapes = [replicas_and_shards(tensor, len(everyone)) for tensor in tensors]
     return [column.view(shape) for column, shape in zip(everyone.T, shapes, strict=True)]
+
+
+def nonfinite_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:
+    """Names of weights that are not finite on any rank."""
+    held = [local(values.detach()).flatten() for values in weights.values()]
+    whole = torch.stack([part.isfinite().all() for part in held]).cpu()
+    return gather_strings([name for name, fine in zip(weights, whole.tolist(), strict=True) if not fine], accelerator)
 
 
 def unequal_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather, gather_strings
+from ..distributed.gather import gather, gather_strings, sum_ranks
 from ..models.base import Model
 from ..rewards.base import Rewards
 from .batches import settled
@@ -34,6 +34,7 @@ class Evaluation:
     captions: list[str]
     scores: list[float]  # of those pictures, by the first reward
     values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
+    nonfinite: int = 0  # pictures that the model did not answer for
     between: int = 0  # prompts that evaluations in between have too, where these are fewer
 
     def shown(self) -> list[dict[str, Any]]:
@@ -102,6 +103,7 @@ def evaluate(
     reasons = gather_strings(
         [f"rewards.{name} failed ({why})" for name, (_, why) in scores.failures.items()], accelerator
     )
+    broken = ~leaves.flatten(1).isfinite().all(1).cpu() & (ids < total)
     mean, stderr, failed = summarised(parts, rewards.functions)
     return Evaluation(
         mean=mean,
@@ -113,5 +115,6 @@ def evaluate(
         captions=chosen.texts[:shown],
         scores=own[first][:shown].tolist(),
         values=parts,
+        nonfinite=int(sum_ranks(float(broken.sum()), accelerator)),
         between=fewer if fewer < total else 0,
     )

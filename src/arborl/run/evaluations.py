@@ -11,7 +11,7 @@ from ..config.schema import Config
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import any_rank
-from ..engine.evaluate import Evaluation, evaluate
+from ..engine.evaluate import Evaluation
 from ..engine.state import State
 from ..models import Model
 from ..rewards import Rewards
@@ -40,10 +40,8 @@ class Evaluations:
     first: Evaluation | None = None
     hacked: bool = False  # eval.watch=stop saw reward hacking
 
-    def at(self, epoch: int, save_best: Callable[[Mapping[str, Any]], None], between: bool = False) -> Evaluation:
-        """Score the held-out pictures, keep the weights if they are the best so far, and look for reward hacking."""
-        with self.state.ema.applied():
-            found = evaluate(self.model, self.rewards, self.prompts, self.config, self.coordinator, between=between)
+    def conclude(self, epoch: int, found: Evaluation, save_best: Callable[[Mapping[str, Any]], None]) -> None:
+        """Keep an evaluation, keep the weights if they are the best so far, and look for reward hacking."""
         self.newest, self.first = found, self.first or found
         row = {"epoch": epoch, **finite(found.metrics())}
         with self.coordinator.independent():
@@ -81,7 +79,6 @@ class Evaluations:
             self.logger.warn_once(f"after {epoch} epochs this looks like reward hacking: {shown}")
         if self.config.eval.watch == "stop":
             self.hacked = any_rank(bool(signs), self.accelerator)
-        return found
 
     @property
     def best_by(self) -> str:

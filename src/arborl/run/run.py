@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -16,9 +17,10 @@ from ..core.errors import InputError
 from ..core.tree import Plan
 from ..data.prompts import LocalPrompts, Prompts, local_prompts, split_prompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather
+from ..distributed.gather import gather, nonfinite_weights, sum_ranks
 from ..engine.autotune import peak_memory
 from ..engine.batches import settled
+from ..engine.evaluate import evaluate
 from ..engine.method import advantage_arguments, advantage_of, window_of
 from ..engine.rollout import Rollout
 from ..engine.score import score_leaves
@@ -92,6 +94,27 @@ class Run:
         )
         return scores
 
+    def check_rollout(self, rollout: Rollout, local: LocalPrompts) -> None:
+        """A rollout whose leaves are not finite ends the run."""
+        whole = rollout.leaves.flatten(2).isfinite().all(2)[: local.num_real]
+        broken = sum_ranks(float((~whole).sum()), self.accelerator)
+        self._stop_if_broken(int(broken), f"the rollout of epoch {self.state.epoch}")
+
+    def _stop_if_broken(self, pictures: int, where: str) -> None:
+        """A model whose answers are not finite ends the run: nothing that is learnt or scored from here on would mean
+        anything, and no reward is to blame.
+        """
+        if pictures:
+            weights = "not finite either" if nonfinite_weights(self.state.parameters, self.accelerator) else "finite"
+            problem = f"it answered what is not finite, for {pictures} pictures of {where}; its weights are {weights}"
+            self._stop_as_broken(problem, self.state.epoch)
+
+    def _stop_as_broken(self, problem: str, epoch: int) -> NoReturn:
+        sound = self.saver.distrust(epoch)
+        last = f"the last sound checkpoint is {sound}" if sound else "no checkpoint is sound"
+        cure = f"a lower train.learning_rate or another precision; {last}"
+        raise self.coordinator.raised_by_all(InputError("model", None, problem, cure))
+
     def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:
         config, density = self.config, rollout.log_density.cpu()
         knobs = advantage_arguments(config, self._spread(scores) if config.advantage.std == "batch" else None)
@@ -131,6 +154,9 @@ class Run:
     ) -> dict[str, float]:
         """Count the epoch as done; its numbers over all ranks (`docs/metrics.md` says what each means)."""
         state = self.state
+        if broken := nonfinite_weights(state.parameters, self.accelerator):
+            problem = f"the update of epoch {state.epoch} left {len(broken)} weights that are not finite"
+            self._stop_as_broken(problem, state.epoch + 1)
         total, with_kl = local.total, self.config.train.kl > 0
         metrics = score_metrics(scores, self.diversity, self.rewards, total, self.accelerator)
         metrics |= update_metrics(advantage, plan, stats, total, with_kl, self.accelerator)
@@ -151,7 +177,16 @@ class Run:
             return {name: value for name, value in evaluation_in(made).items() if name != "epoch"}
         if epoch and (not every or epoch % every):
             return {}
-        return self.evaluations.at(epoch, self.saver.save_best, between=epoch > 0).metrics()
+        return self._evaluate(epoch, between=epoch > 0)
+
+    def _evaluate(self, epoch: int, between: bool = False) -> dict[str, float]:
+        with self.state.ema.applied():
+            found = evaluate(
+                self.model, self.rewards, self.eval_prompts, self.config, self.coordinator, between=between
+            )
+        self._stop_if_broken(found.nonfinite, f"the evaluation after {epoch} epochs")
+        self.evaluations.conclude(epoch, found, self.saver.save_best)
+        return found.metrics()
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -184,7 +219,7 @@ class Run:
         with self.saver.saving():
             self.saver.save()
         with logger.stage("evaluate"):
-            metrics = self.evaluations.at(epochs, self.saver.save_best).metrics()
+            metrics = self._evaluate(epochs)
         with self.coordinator.independent(), logger.writing():
             logger.log(epochs, metrics)
             if stopped:

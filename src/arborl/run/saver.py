@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -12,9 +13,9 @@ from ..core.errors import InputError
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import unequal_weights
 from ..engine.state import State
-from .checkpoint import save_best, save_checkpoint
+from .checkpoint import checkpoints, quarantine, save_best, save_checkpoint
 from .logger import Logger
-from .paths import CHECKPOINTS
+from .paths import CHECKPOINTS, epoch_name, epoch_of
 
 
 @dataclass
@@ -28,6 +29,9 @@ class Saver:
     coordinator: Coordinator
     enabled: bool = True  # not where only what is learnt counts
     failed: bool = False  # a checkpoint could not be written
+
+    def __post_init__(self) -> None:
+        self.began = self.state.epoch  # with this process
 
     def save_if_due(self) -> None:
         if self.state.epoch % self.config.log.save_every == 0:
@@ -45,6 +49,17 @@ class Saver:
         if self.enabled:
             with self.saving():
                 save_best(self.state, self.logger.folder / CHECKPOINTS, evaluation, self.accelerator.is_main_process)
+
+    def distrust(self, epoch: int) -> Path | None:
+        """The weights after so many epochs turned out broken: nothing is saved any more, and where they are saved
+        nobody goes on from them. Returns the newest checkpoint from before.
+        """
+        self.failed = True
+        folder = self.logger.folder / CHECKPOINTS
+        if self.accelerator.is_main_process and self.began < epoch == self.state.saved:
+            quarantine(folder / epoch_name(epoch))
+        before = [path for path in checkpoints(folder) if (epoch_of(path.name) or 0) < epoch]
+        return before[-1] if before else None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
