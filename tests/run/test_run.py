@@ -97,6 +97,33 @@ def test_two_runs_started_together_get_folders_of_their_own(tmp_path: Path):
     assert [claim_folder(config).name for _ in range(3)] == ["tree-1", "tree-2", "tree-3"]
 
 
+@pytest.mark.parametrize("name", ["tree-1 (copy)", "früh 早", ".hidden", "x" * 120])
+def test_a_run_goes_on_in_a_folder_of_any_name(tmp_path: Path, monkeypatch, capsys, name: str):
+    """A file manager calls a copy what it likes, and that is no setting of the run."""
+    settings = [*MIXTURE, "train.epochs=1", f"log.dir={tmp_path}", "run_name=first"]
+    renamed = train(load_config("mixture", settings)).rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ["train", "--resume", f"./{name}", "train.epochs=2"],
+        ["train", "--resume", f"./{name}", "train.epochs=3"],
+        ["eval", "--run", f"./{name}"],
+        ["report", f"./{name}"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert not ended.value.code, capsys.readouterr().err
+    assert read_config(renamed / "config.yaml").run_name == "first"
+    assert last_checkpoint(renamed).name == "epoch_000003"
+
+
+def test_a_new_run_takes_a_name_that_fits_every_system(tmp_path: Path):
+    config = load_config("mixture", [f"log.dir={tmp_path / 'runs'}"])
+    for config.run_name in ("a b", "../up", ".hidden", ""):
+        with pytest.raises(InputError, match="cannot be a folder's name"):
+            train(config)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_reference_is_the_policy_at_the_start_in_bf16_too(tmp_path: Path, sd3_overrides, kind: str):
     settings = [*sd3_overrides, f"model.train={kind}", "train.kl=0.1", "train.epochs=1"]

@@ -75,7 +75,9 @@ def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
         for text in overrides:
             if text not in chosen:
                 _apply(composed, text)
-        return _as_object(composed)
+        config = _as_object(composed)
+    check_run_name(config.run_name)
+    return config
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -271,8 +273,13 @@ def _as_object(composed: DictConfig) -> Config:
     modes = {"0": "off", "False": "off", "1": "best", "2": "best_and_worst"}  # yaml takes a bare off for False
     config.prune.width_mode = modes.get(config.prune.width_mode, config.prune.width_mode)
     check_bounds(config)
-    # The name becomes a folder: one plain component, so that it cannot leave the runs folder.
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", config.run_name):
-        allowed = "up to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'"
-        raise InputError("run_name", config.run_name, "cannot be a folder's name", allowed)
     return config
+
+
+def check_run_name(name: str) -> None:
+    """The name of a new run becomes a folder: one plain component, so that it cannot leave the runs folder. The folder
+    of a run that is there may be called anything: whoever renamed it knows why.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
+        allowed = "up to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+        raise InputError("run_name", name, "cannot be a folder's name", allowed)

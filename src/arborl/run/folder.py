@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..config import save_config
+from ..config import check_run_name, save_config
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
 from ..tools.files import fsync, umask, write_atomically
@@ -172,10 +172,12 @@ def check_is_run(folder: Path) -> None:
 
 def check_folder(config: Config, resume: Path | None) -> None:
     """A run is never overwritten: its name must be new, or it is the one that goes on."""
-    folder = Path(config.log.dir) / config.run_name
     if resume:
         check_is_run(resume)
-    if not resume and config.run_name != "auto" and folder.exists():
+        return
+    check_run_name(config.run_name)
+    folder = Path(config.log.dir) / config.run_name
+    if config.run_name != "auto" and folder.exists():
         raise _taken(config, folder)
 
 
