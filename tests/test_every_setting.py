@@ -376,6 +376,7 @@ CASES = {
     "eval.every": Case("1", look=learned),
     "eval.prompts": Case("{prompts}", look=learned),
     "eval.num_prompts": Case("3", look=learned),
+    "eval.num_between": Case("2", on("eval.every=1", "eval.num_prompts=6"), learned),
     "eval.num_steps": Case("3", look=learned),
     "eval.rewards": Case("[brightness]", look=learned),
     "eval.best": Case("brightness", TWO, best),

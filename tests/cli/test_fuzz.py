@@ -20,6 +20,7 @@ from arborl.config.schema import Config
 from arborl.core.errors import InputError
 from arborl.engine.cost import forecast
 from arborl.engine.method import check_plan, warnings_about
+from arborl.run.folder import check_folder
 
 MORE = int(os.environ.get("FUZZ", "1"))
 
@@ -373,6 +374,12 @@ NAMES = [
 ]
 
 
+def new_run(config: Config) -> Config:
+    """A run that begins with the settings of another."""
+    check_folder(config, None)
+    return config
+
+
 class TestNamesOfRuns:
     """Folders right inside the folder of runs, or refused."""
 
@@ -389,7 +396,7 @@ class TestNamesOfRuns:
     @pytest.mark.parametrize("name", NAMES)
     def test_what_is_no_plain_name_is_refused(self, name: str, monkeypatch: pytest.MonkeyPatch):
         Path("config.yaml").write_text(yaml.safe_dump({"run_name": name}))
-        assert not self.check(lambda: read_config(Path("config.yaml")))
+        assert not self.check(lambda: new_run(read_config(Path("config.yaml"))))
         assert not self.check(lambda: load_config("tree", [f"run_name='{name}'"]))
         if "\0" not in name:
             monkeypatch.setenv("A_NAME", name)
@@ -399,7 +406,7 @@ class TestNamesOfRuns:
     @given(name=st.one_of(st.text(), st.text("ab./\\~-_ \n\0:", max_size=6), st.from_regex(r"[\w.-]{1,110}")))
     def test_any_text_in_a_file(self, name: str):
         Path("config.yaml").write_text(yaml.safe_dump({"run_name": name, "log": {"dir": "deep/runs"}}))
-        made = self.check(lambda: read_config(Path("config.yaml")))
+        made = self.check(lambda: new_run(read_config(Path("config.yaml"))))
         assert made == bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name))
 
     @settings(max_examples=30 * MORE)

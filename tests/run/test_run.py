@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-import arborl.run.evaluations as evaluations_module
+import arborl.run.run as run_module
 from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
@@ -76,15 +76,15 @@ def test_a_second_interrupt_leaves_the_last_whole_checkpoint(tmp_path: Path, mon
 def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, monkeypatch):
     settings = [*MIXTURE, "train.epochs=4", "eval.every=1", f"log.dir={tmp_path}"]
     whole = train(load_config("mixture", [*settings, "run_name=whole"]))
-    honest, calls = evaluations_module.evaluate, []
+    honest, calls = run_module.evaluate, []
 
-    def interrupted(*rest):
+    def interrupted(*rest, **named):
         calls.append(1)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return honest(*rest)
+        return honest(*rest, **named)
 
-    monkeypatch.setattr(evaluations_module, "evaluate", interrupted)
+    monkeypatch.setattr(run_module, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(load_config("mixture", [*settings, "run_name=cut"]))
     monkeypatch.undo()

@@ -30,7 +30,10 @@ from ..run.paths import CHECKPOINTS, CONFIG, METRICS, SUMMARY
 from ..tools.files import is_locked
 from . import worker
 
-COMPARISON_SETS = ("seed", "run_name", "train.epochs", "train.max_seconds", "log.dir", "log.save_every", "log.keep")
+COMPARISON_SETS = (
+    *("seed", "run_name", "train.epochs", "train.max_seconds"),
+    *("eval.num_between", "log.dir", "log.save_every", "log.keep"),
+)
 """Settings that a comparison makes itself."""
 SAME_IN_ALL_CELLS = ("model.", "rewards.", "prompts.", "eval.", "sample.resolution")
 """Settings that must be the same in all cells, or their scores could not be compared."""
@@ -131,7 +134,8 @@ def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Plan
 
 def config_of_run(cell: Cell, protocol: Protocol, seed: int, out: Path, *extra: str) -> tuple[Config, list[str]]:
     """A run's configuration, and the overrides of its preset that make it."""
-    quiet = ["log.trackers=[]", "log.record_every=0", "log.keep=1"]
+    # Curves of a comparison are of all pictures: what one costs to reach a score is read off them.
+    quiet = ["log.trackers=[]", "log.record_every=0", "log.keep=1", "eval.num_between=0"]
     place = [f"seed={seed}", f"run_name=seed-{seed}", f"log.dir={_quoted(str(out.resolve() / cell.folder))}"]
     settings = [*quiet, *protocol.common, *cell.overrides, *place, *extra]
     return load_config(cell.preset, settings), settings

@@ -28,6 +28,8 @@ RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
 """Settings that had another name. A run's own settings may have either; on the command line the old one is an error
 that names the new.
 """
+ADDED = {"eval.num_between": 0}
+"""Settings that are newer than some runs, with the values by which these ran."""
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
@@ -84,7 +86,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration a run was started with, from its folder, with overrides on top."""
     with _one_line_errors("config", path, overrides):
         _check_yaml("config", path)
-        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_named_now(OmegaConf.load(path))))
+        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_of_now(OmegaConf.load(path))))
         for text in overrides:
             key = _check_override(text).key_or_group
             if key in groups():
@@ -93,8 +95,10 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return _as_object(merged)
 
 
-def _as_named_now(settings: Any) -> Any:
-    """The settings of a run, which may be older than the names they have now; where both are given, the new counts."""
+def _as_of_now(settings: Any) -> Any:
+    """The settings of a run, which may be older than some of them and than the names they have now; where both names
+    are given, the new counts.
+    """
     for old, new in RENAMED.items():
         section, name = old.rsplit(".", 1)
         found = OmegaConf.select(settings, section)
@@ -102,6 +106,9 @@ def _as_named_now(settings: Any) -> Any:
             value = found.pop(name)
             if OmegaConf.select(settings, new) is None:
                 OmegaConf.update(settings, new, value)
+    for key, value in ADDED.items():
+        if OmegaConf.select(settings, key) is None:
+            OmegaConf.update(settings, key, value)
     return settings
 
 

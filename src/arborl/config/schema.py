@@ -313,17 +313,18 @@ class RewardConfig:
 @dataclass
 class EvalConfig:
     every: int = knob(10, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
-    between: int = knob(
-        32,
-        "Pictures to score in evaluations between the first and the last, the first of eval.num_prompts; 0 is all.",
-        low=0,
-    )
     prompts: str = knob(
         "",
         "Prompt file for evaluation; empty takes the training prompts, or where those are the model's own list, "
         "its held-out ones.",
     )
     num_prompts: int = knob(64, "Pictures to score, one for each of that file's prompts in turn.", low=1)
+    num_between: int = knob(
+        32,
+        "Pictures to score in evaluations between the first and the last: the first of eval.num_prompts, so that a "
+        "curve costs little; 0 is all of them.",
+        low=0,
+    )
     num_steps: int = knob(0, "Denoising steps; 0 takes sample.num_steps.", low=0, high=1000)
     rewards: list[str] = knob(
         [],

@@ -35,7 +35,7 @@ class Evaluation:
     scores: list[float]  # of those pictures, by the first reward
     values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
     nonfinite: int = 0  # pictures that the model did not answer for
-    between: int = 0  # prompts that evaluations in between have too, where these are fewer
+    between: int = 0  # prompts of evaluations between the first and the last, where these have fewer
 
     def shown(self) -> list[dict[str, Any]]:
         """Prompt and scores of each of the first pictures, as JSON has them."""
@@ -46,15 +46,17 @@ class Evaluation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        found = {f"eval/{name}": value for name, value in self.mean.items()}
-        found |= {f"eval/{name}_stderr": value for name, value in self.stderr.items()}
-        found |= {f"eval/{name}_failed": count / self.prompts for name, count in self.failed.items()}
-        if self.between:
-            few = {name: values[: self.between] for name, values in self.values.items()}
-            mean, stderr, failed = summarised(few, self.failed)
-            found |= {f"eval_between/{name}": value for name, value in mean.items()}
-            found |= {f"eval_between/{name}_stderr": value for name, value in stderr.items()}
-            found |= {f"eval_between/{name}_failed": count / self.between for name, count in failed.items()}
+        """Of all prompts as `eval/…`, and of those that evaluations in between have as `eval_between/…`: means over
+        other prompts are other numbers, and a curve of both would jump.
+        """
+        found: dict[str, float] = {}
+        for name, prompts in (("eval", self.prompts), ("eval_between", self.between)):
+            if not prompts or (name == "eval" and prompts == self.between):
+                continue
+            mean, stderr, failed = summarised({n: v[:prompts] for n, v in self.values.items()}, self.failed)
+            found |= {f"{name}/{part}": value for part, value in mean.items()}
+            found |= {f"{name}/{part}_stderr": value for part, value in stderr.items()}
+            found |= {f"{name}/{part}_failed": count / prompts for part, count in failed.items()}
         return found
 
 
@@ -79,11 +81,11 @@ def evaluate(
 ) -> Evaluation:
     """One deterministic picture a prompt, from noise that depends on (seed, place in the list); shared by the ranks.
 
-    An evaluation in `between` takes the first `eval.between` prompts alone.
+    An evaluation in `between` takes the first `eval.num_between` prompts alone.
     """
     accelerator = coordinator.accelerator if coordinator else None
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    fewer = min(config.eval.between or config.eval.num_prompts, config.eval.num_prompts)
+    fewer = min(config.eval.num_between or config.eval.num_prompts, config.eval.num_prompts)
     total = fewer if between else config.eval.num_prompts
     share = math.ceil(total / ranks)
     ids = torch.arange(rank * share, rank * share + share)
@@ -116,5 +118,5 @@ def evaluate(
         scores=own[first][:shown].tolist(),
         values=parts,
         nonfinite=int(sum_ranks(float(broken.sum()), accelerator)),
-        between=fewer if fewer < total else 0,
+        between=fewer if fewer < config.eval.num_prompts else 0,
     )

@@ -17,9 +17,9 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..rewards.base import reward_weights
 from ..run.drawings import leaf_order
-from ..run.folder import STAGES, check_is_run, flat, read_metrics, read_summary, seconds_by_stage
+from ..run.folder import STAGES, check_is_run, evaluation_in, flat, read_metrics, read_summary, seconds_by_stage
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
-from ..run.reward_hacking import LIMITS, hacking, statistic
+from ..run.reward_hacking import LIMITS, hacking, of, statistic
 from ..run.trees import TreeFile
 from .pictures import as_webp, evenly, evenly_within
 
@@ -61,7 +61,7 @@ def run_data(folder: Path) -> dict[str, Any]:
 
 def _some(rows: list[dict[str, Any]], epochs: Container[int] = ()) -> list[dict[str, Any]]:
     """Lines enough to draw a curve by, all evaluations and these epochs among them."""
-    plain = [i for i, row in enumerate(rows) if not any(name.startswith("eval/") for name in row)]
+    plain = [i for i, row in enumerate(rows) if not evaluation_in(row)]
     left_out = {*plain} - {*evenly(plain, MAX_ROWS)}
     return [row for i, row in enumerate(rows) if i not in left_out or row["epoch"] in epochs]
 
@@ -101,7 +101,7 @@ def _watch(rows: list[dict[str, Any]], weights: Mapping[str, float], config: Con
     trained = {name: -1.0 if weight < 0 else 1.0 for name, weight in weights.items() if weight}
     watched = [name for name in config.eval.rewards if not weights[name]]
     looks = _as_the_run_saw(rows)
-    when = [i for i, row in enumerate(looks) if any(row.get(f"eval/{name}") is not None for name in weights)]
+    when = [i for i, row in enumerate(looks) if any(of(row, name) is not None for name in weights)]
     signs_at = {looks[i]["epoch"]: hacking(looks[: i + 1], trained, watched) for i in evenly(when, MAX_EVALUATIONS)}
     bounds: dict[str, dict[str, float]] = {}
     for name, (left, added) in LIMITS.items():
@@ -117,9 +117,9 @@ def _as_the_run_saw(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     since: list[float] = []
     for row in rows:
-        if any(name.startswith("eval/") for name in row):
+        if evaluation := evaluation_in(row):
             seen += [{"diversity": sum(since) / len(since)}] if since else []
-            seen.append({name: value for name, value in row.items() if name == "epoch" or name.startswith("eval/")})
+            seen.append(evaluation)
             since = []
         since += [row["diversity"]] if row.get("diversity") is not None else []
     return seen + ([{"diversity": sum(since) / len(since)}] if since else [])

@@ -63,20 +63,25 @@ class Evaluations:
         self.logger.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}")
         for problem in found.problems:
             self.logger.warn_once(f"{problem}, in an evaluation")
-        signs: list[str] = []
         is_best = False
         with self.coordinator.independent():
             if self.accelerator.is_main_process:
                 rows = [*self.logger.read_metrics(), row]
                 is_best = epoch > 0 and self.best(rows) is row  # untrained weights are not kept: the model has them
-                if self.config.eval.watch != "off":
-                    aims = {name: aim for name, aim in self.rewards.directions.items() if self.rewards.weights[name]}
-                    signs = hacking(rows, aims, self.rewards.watched)
         if any_rank(is_best, self.accelerator):
             save_best(row)
+        self.watch(row)
+
+    def watch(self, row: Mapping[str, Any]) -> None:
+        """Look for reward hacking as of an evaluation, this one or one that a run goes on from."""
+        signs: list[str] = []
+        with self.coordinator.independent():
+            if self.accelerator.is_main_process and self.config.eval.watch != "off":
+                aims = {name: aim for name, aim in self.rewards.directions.items() if self.rewards.weights[name]}
+                signs = hacking([*self.logger.read_metrics(), row], aims, self.rewards.watched)
         if signs:
             shown = f"{signs[0]}, but {', '.join(signs[1:])}"
-            self.logger.warn_once(f"after {epoch} epochs this looks like reward hacking: {shown}")
+            self.logger.warn_once(f"after {row['epoch']} epochs this looks like reward hacking: {shown}")
         if self.config.eval.watch == "stop":
             self.hacked = any_rank(bool(signs), self.accelerator)
 

@@ -70,6 +70,7 @@ class Logger:
                 self.lock = lock(self.folder / LOCK) if self.main and held is None else held
             if self.main and resume:
                 self._take_over(config, epoch)
+        self.evaluated = broadcast_object_list([self.evaluated])[0]
         accelerator.project_configuration.logging_dir = str(self.folder)
         self._hook, threading.excepthook = threading.excepthook, self._thread_failed
         with fail_together(accelerator), self.writing():

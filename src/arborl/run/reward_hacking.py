@@ -85,7 +85,7 @@ def statistic(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | Non
         return (found[0], found[-1]) if found else (None, None)
     spans: list[list[float]] = [[]]
     for row in rows:
-        if row.get("eval/pictures/dark") is not None and spans[-1]:
+        if of(row, "pictures/dark") is not None and spans[-1]:
             spans.append([])
         if row.get("diversity") is not None:
             spans[-1].append(row["diversity"])
