@@ -284,7 +284,9 @@ def forked(*arguments: str, cwd: Path, limits: Limits | None = None) -> Ended:
         return process.ended()
 
 
-def ranks(count: int, *arguments: str, cwd: Path, machines: int = 1) -> list[Ended]:
+def ranks(
+    count: int, *arguments: str, cwd: Path, machines: int = 1, environment: Mapping[str, str] | None = None
+) -> list[Ended]:
     """`arborl` in several processes that know of each other, on what they take for so many machines.
 
     Nobody ends one for another here, as a launcher would: each must come to its end by itself.
@@ -295,7 +297,7 @@ def ranks(count: int, *arguments: str, cwd: Path, machines: int = 1) -> list[End
         some.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1])}
     here = count // machines
-    known = place | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)}
+    known = place | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)} | dict(environment or {})
     with ExitStack() as stack:
         started = [
             stack.enter_context(

@@ -30,7 +30,7 @@ from arborl.rewards.clip import ClipScore
 from arborl.run import evaluations
 from arborl.run.logger import Logger
 from arborl.run.setup import assemble, start_accelerator
-from arborl.worlds.mixture import MixtureModel
+from arborl.worlds.mixture import PLACES, MixtureModel
 from bench.reward_files import clip_folder, clip_tokenizer
 
 from conftest import CPU, TINY
@@ -283,6 +283,7 @@ CASES = {
     "model.vae_dtype": Case("float16", PIPELINE, loaded),
     "model.max_sequence_length": Case("6", PIPELINE),
     "prompts.path": Case("{prompts}", on("prompts.path={fewer}")),
+    "prompts.held_out": Case("0.4", on("prompts.path={many}"), learned),
     "prompts.cache": Case("{cache}", PIPELINE, encoded),
     "prompts.batch_size": Case("1", (*PIPELINE, "prompts.cache=auto"), encoded),
     "sample.num_prompts": Case("3"),
@@ -419,7 +420,8 @@ def at(
     home = tmp_path_factory.mktemp("files")
     (home / "prompts").write_text("a dot at the top left\na dot at the bottom right\n")
     (home / "fewer").write_text("a dot at the top right\n")
-    paths = {name: home / name for name in ("prompts", "fewer", "cache", "elsewhere")}
+    (home / "many").write_text("".join(f"dot {i} at the {name}\n" for i in range(25) for name in PLACES))
+    paths = {name: home / name for name in ("prompts", "fewer", "many", "cache", "elsewhere")}
     paths |= {"sd3": tiny_folder("sd3"), "other": tiny_folder("sd3", seed=1)}
 
     @cache

@@ -69,7 +69,7 @@ def examine(config: Config, run: Path | None = None, canary_seconds: float = 120
     except InputError as error:
         yield Finding("set-up", str(error), False, "nothing can be measured before that is mended")
         return
-    texts = subject.parts.prompts.texts[:8]
+    texts = subject.parts.prompts.training.texts[:8]
     for finding in subject.findings():
         yield _agreed(finding, accelerator)
     subject.release()
@@ -99,7 +99,9 @@ class Subject:
         self.device = accelerator.device
         reset_peak_memory(self.device)
         how = PromptSplit(PROMPTS_PER_PROCESS * accelerator.num_processes, PROMPTS_PER_PROCESS)
-        self.local: LocalPrompts = local_prompts(self.parts.prompts, how, accelerator.process_index, 0, config.seed)
+        self.local: LocalPrompts = local_prompts(
+            self.parts.prompts.training, how, accelerator.process_index, 0, config.seed
+        )
         self.cond = self.model.encode(self.local.prompts.texts)
         self.key = fold(config.seed, 0)
         self.schedule = self.model.schedule(config.sample.num_steps)

@@ -14,7 +14,7 @@ from .engine.generate import generate, noise_of_seeds
 from .engine.score import as_bytes, middle_frames
 from .models import model_class
 from .run.drawings import save_picture, sheet
-from .run.inputs import heldout_prompts
+from .run.inputs import evaluation_prompts
 from .run.resume import load_for_inference
 
 
@@ -28,7 +28,7 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         prompts = Prompts([*texts], {}) if texts else load_prompts(config.prompts.path)
         count = count or len(prompts)
     else:
-        prompts = heldout_prompts(config, model_class(config))
+        prompts = evaluation_prompts(config, model_class(config))
         count = count or min(16, len(prompts))
     prompts = prompts.take([i % len(prompts) for i in range(count)])
     try:

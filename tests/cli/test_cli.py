@@ -267,12 +267,15 @@ def test_a_run_folder_holds_everything(here, capsys):
     assert rows[0]["ratio_error"] <= 1e-6
     assert rows[1]["forwards"] == rows[0]["forwards"] + 2 * 96 + 30, "the reference's forwards count too"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["heldout_before"] == rows[0]["eval/place"]
-    assert summary["heldout_after"] == rows[2]["eval/place"]
+    assert summary["eval_before"] == rows[0]["eval/place"]
+    assert summary["eval_after"] == rows[2]["eval/place"]
     said = capsys.readouterr().err
     assert "samples/before_after.png" in said
     assert "trees/epoch_000001.png" in said
-    assert f"eval/place: {summary['heldout_before']:.4f} ± {summary['heldout_before_stderr']:.4f} before" in said
+    assert (
+        f"eval/place on training prompts: {summary['eval_before']:.4f} ± {summary['eval_before_stderr']:.4f} before"
+        in said
+    )
     assert all(stage in said for stage in ("rollout", "decode", "reward", "update", "evaluate"))
 
 
@@ -322,7 +325,7 @@ def test_eval_and_sample_from_a_run(here, capsys):
     run_ok("eval", "--run", "runs/x", "--json")
     answer = json.loads(capsys.readouterr().out)
     summary = json.loads((here / "runs" / "x" / "summary.json").read_text())
-    assert answer["rewards"]["place"]["mean"] == pytest.approx(summary["heldout_after"], abs=1e-6)
+    assert answer["rewards"]["place"]["mean"] == pytest.approx(summary["eval_after"], abs=1e-6)
     assert (answer["prompts"], answer["failed"]) == (8, 0)
     run_ok("eval", "--run", "runs/x/checkpoints/epoch_000001")
     assert "place" in capsys.readouterr().out

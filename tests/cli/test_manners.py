@@ -35,7 +35,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 0\n")
     (folder / "metrics.jsonl").write_text("{}\n{}\n")
-    (folder / "summary.json").write_text(json.dumps({"heldout_before": 0.25, "heldout_after": 0.5, "epochs": 2}))
+    (folder / "summary.json").write_text(
+        json.dumps({"eval_before": 0.25, "eval_after": 0.5, "evaluated_on": "held-out prompts", "epochs": 2})
+    )
     return folder
 
 
@@ -44,7 +46,7 @@ def test_alone_it_says_what_to_do_next(run: Path, capsys):
         assert ended() == 0
         return capsys.readouterr().out
 
-    assert "runs/mine: finished, 2 epochs, held-out 0.2500 -> 0.5000" in said()
+    assert "runs/mine: finished, 2 epochs, 0.2500 -> 0.5000 on held-out prompts" in said()
     assert "arborl report --open runs/mine" in said()
     (run / "summary.json").write_text("{")
     assert "damaged" in said()

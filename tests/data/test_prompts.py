@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.core.errors import InputError
-from arborl.data.prompts import Prompts, load_prompts, prompt_order
+from arborl.data.prompts import LEAST_HELD_OUT, PromptLists, Prompts, hold_out, load_prompts, prompt_order
 
 
 class TestPrompts:
@@ -36,6 +36,39 @@ class TestPrompts:
     def test_passes_and_seeds_differ(self):
         assert prompt_order(50, 0, 50, 0) != prompt_order(50, 50, 50, 0)
         assert prompt_order(50, 0, 50, 0) != prompt_order(50, 0, 50, 1)
+
+
+class TestHeldOut:
+    @given(
+        texts=st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=300),
+        more=st.lists(st.text(max_size=4), max_size=100),
+        share=st.floats(0, 0.5),
+    )
+    def test_a_prompt_is_on_one_side_whatever_else_is_in_the_file(
+        self, texts: list[str], more: list[str], share: float
+    ):
+        lists = hold_out(Prompts(texts, {"row": list(range(len(texts)))}), share)
+        if lists.trained_on:  # too small to be split
+            assert lists.training.texts == lists.evaluation.texts == texts
+            return
+        assert len(set(lists.evaluation.texts)) >= LEAST_HELD_OUT
+        assert sorted(lists.training.columns["row"] + lists.evaluation.columns["row"]) == list(range(len(texts)))
+        assert not set(lists.training.texts) & set(lists.evaluation.texts)
+        turned = hold_out(Prompts([*more, *reversed(texts)], {}), share)
+        assert set(lists.evaluation.texts) <= set(turned.evaluation.texts)
+        assert not set(lists.training.texts) & set(turned.evaluation.texts)
+
+    def test_the_share_is_about_what_is_asked_for(self):
+        lists = hold_out(Prompts([f"prompt {i}" for i in range(20_000)], {}), 0.05)
+        assert 900 < len(lists.evaluation) < 1100
+        assert lists.evaluated_on == "held-out prompts"
+
+    def test_what_it_is_called(self):
+        some, other = Prompts(["a", "b"], {}), Prompts(["c"], {})
+        assert PromptLists(some, some).evaluated_on == "training prompts"
+        assert PromptLists(some, other).evaluated_on == "held-out prompts"
+        mixed = PromptLists(some, Prompts(["b", "c"], {}))
+        assert (mixed.trained_on, mixed.evaluated_on) == (1, "prompts of which some are trained on")
 
 
 def test_prompts_without_a_default():

@@ -161,7 +161,7 @@ def test_hovering_tells_what_the_files_say(run: Path, browser: Browser):
         tip.wait_for()
         row = read_metrics(run)[epoch]
         assert f"epoch {epoch}" in tip.text_content()
-        assert f"held-out, by ODE {shown(row['eval/own'])} ± {shown(row['eval/own_stderr'], 2)}" in tip.text_content()
+        assert f"prompts, by ODE {shown(row['eval/own'])} ± {shown(row['eval/own_stderr'], 2)}" in tip.text_content()
         if "reward" in row:
             expected = f"training leaves {shown(row['rewards/own/mean'])} ± {shown(row['rewards/own/stderr'], 2)}"
             assert expected in tip.text_content()

@@ -46,15 +46,19 @@ def _standing(run: Path) -> tuple[str, dict[str, str]]:
     if (run / SUMMARY).is_file():
         try:
             summary = json.loads((run / SUMMARY).read_bytes())
-            before, after = (summary[f"heldout_{when}"] for when in ("before", "after"))
-            came = f", held-out {before:.4f} -> {after:.4f}" if before is not None and after is not None else ""
+            # Version 0.1.0 called them held-out, which they may not have been.
+            before, after = (
+                summary.get(f"eval_{when}", summary.get(f"heldout_{when}")) for when in ("before", "after")
+            )
+            where = f" on {summary['evaluated_on']}" if "evaluated_on" in summary else ""
+            came = f", {before:.4f} -> {after:.4f}{where}" if before is not None and after is not None else ""
             state = f"finished, {summary['epochs']} epochs{came}"
         except (ValueError, KeyError, TypeError):
             state = f"finished; its {SUMMARY} is damaged"
         return state, {
             f"arborl report --open {name}": "look at it: curves, trees, pictures, times",
             f"arborl sample --run {name}": "pictures by its weights",
-            f"arborl eval --run {name}": "scores on held-out prompts",
+            f"arborl eval --run {name}": "scores on the prompts of its evaluations",
             f"arborl export {name} my-model": "weights for diffusers and ComfyUI",
             f"arborl train --resume {name} train.epochs=…": "train it further",
             "arborl compare tree mix dance": "methods side by side, at equal compute",

@@ -82,13 +82,13 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     from ..engine.evaluate import evaluate
     from ..models import model_class
     from ..rewards import rewards_of
-    from ..run.inputs import heldout_prompts
+    from ..run.inputs import evaluation_prompts
     from ..run.resume import config_of, load_for_inference
 
     config = config_of(run, config_name, overrides)
     rewards = rewards_of(config, trains=False)
     model_class(config).check(config, may_fetch=True)
-    prompts = heldout_prompts(config, model_class(config))
+    prompts = evaluation_prompts(config, model_class(config))
     model = load_for_inference(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)

@@ -32,6 +32,7 @@ def comparison_data(folder: Path) -> dict[str, Any]:
         "version": __version__,
         "finished": True,
         "reward": comparison.reward,
+        "evaluated_on": comparison.evaluated_on,
         "notes": comparison.notes(),
         "table": {"head": head, "rows": cells},
         "cells": [

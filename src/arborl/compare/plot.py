@@ -42,7 +42,7 @@ def plot(comparison: Comparison, path: Path) -> Path:
             axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
         axes.grid(alpha=0.25)
         axes.spines[["right", "top"]].set_visible(False)
-    compute.set_ylabel(f"held-out {comparison.reward}")
+    compute.set_ylabel(f"{comparison.reward} on {comparison.evaluated_on}")
     compute.set_title("score against compute", fontsize=10)
     seconds.set_title("score against seconds", fontsize=10)
     front.set_title("Pareto front: no cell reaches more with less", fontsize=10)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..core.errors import InputError
 from ..engine.cost import BACKWARD_COST
+from ..run.environment import evaluated_on
 from ..run.folder import read_metrics, training_seconds
 from ..run.paths import SUMMARY
 from ..tools.files import write_atomically
@@ -57,6 +58,7 @@ class Comparison:
     target: float | None  # the baseline's score, which others are to reach
     equal_compute: float
     rows: list[Row]
+    evaluated_on: str = "held-out prompts"
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -105,8 +107,9 @@ class Comparison:
         common = " ".join(map(code, self.protocol.common)) or "none"
         return (
             f"Budget of a run: {budget} (a forward counts 1, a forward+backward {BACKWARD_COST}; evaluation apart). "
-            f"Settings of all cells: {common}. Scores are means over seeds ± standard error over seeds, of pictures by "
-            "the ODE; compute to reach a score is linear between the evaluations of the mean over seeds."
+            f"Settings of all cells: {common}. Scores are means over seeds ± standard error over seeds, of pictures of "
+            f"{self.evaluated_on} by the ODE; compute to reach a score is linear between the evaluations of the mean "
+            "over seeds."
         )
 
     def as_markdown(self) -> str:
@@ -144,7 +147,8 @@ def read(runs: Sequence[PlannedRun], protocol: Protocol, baseline: str | None = 
     base = named[0] if named else max(flat, key=lambda cell: finals[cell], default=None)
     rows = [_row(cell, by_cell[cell], curves[cell], equal, finals[base] if base else None) for cell in by_cell]
     target = finals[base] if base else None
-    return Comparison(protocol, reward, base.text if base else None, target, equal, rows)
+    prompts = evaluated_on(finished[0].folder, finished[0].config)
+    return Comparison(protocol, reward, base.text if base else None, target, equal, rows, prompts)
 
 
 def curve(run: PlannedRun) -> list[Point]:

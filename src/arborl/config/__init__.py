@@ -28,8 +28,8 @@ RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
 """Settings that had another name. A run's own settings may have either; on the command line the old one is an error
 that names the new.
 """
-ADDED = {"eval.num_between": 0}
-"""Settings that are newer than some runs, with the values by which these ran."""
+ADDED = {"eval.num_between": (0, None), "prompts.held_out": (0.0, "prompts.path")}
+"""Settings that are newer than some runs, with the values by which these ran, and what they say nothing without."""
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
@@ -106,8 +106,8 @@ def _as_of_now(settings: Any) -> Any:
             value = found.pop(name)
             if OmegaConf.select(settings, new) is None:
                 OmegaConf.update(settings, new, value)
-    for key, value in ADDED.items():
-        if OmegaConf.select(settings, key) is None:
+    for key, (value, needed) in ADDED.items():
+        if OmegaConf.select(settings, key) is None and (needed is None or OmegaConf.select(settings, needed)):
             OmegaConf.update(settings, key, value)
     return settings
 

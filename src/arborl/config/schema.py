@@ -68,6 +68,13 @@ class PromptsConfig:
         "Prompt file: one a line, or JSONL with `prompt` and further columns for rewards. "
         "Empty takes the model's own list.",
     )
+    held_out: float = knob(
+        0.05,
+        "Share of that file's prompts which are not trained on, for evaluations where eval.prompts names no file: "
+        "those that a hash of their text chooses. A file is left whole where fewer than 16 would be held out.",
+        low=0,
+        high=0.5,
+    )
     cache: str = knob(
         "auto",
         "Folder where encoded prompts are kept, so that text encoders need not stay in memory; auto is "
@@ -315,8 +322,8 @@ class EvalConfig:
     every: int = knob(10, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
     prompts: str = knob(
         "",
-        "Prompt file for evaluation; empty takes the training prompts, or where those are the model's own list, "
-        "its held-out ones.",
+        "Prompt file for evaluation; empty takes what prompts.held_out keeps from training, or where those are the "
+        "model's own list, its held-out ones; and where nothing is held out the training prompts.",
     )
     num_prompts: int = knob(64, "Pictures to score, one for each of that file's prompts in turn.", low=1)
     num_between: int = knob(

@@ -84,6 +84,45 @@ def _row(key: str, path: str, number: int, line: str) -> dict[str, Any]:
     return row
 
 
+LEAST_HELD_OUT = 16
+"""Prompts that must be held out of a file, or it stays whole."""
+
+
+class PromptLists(NamedTuple):
+    """Prompts to train on, and those of evaluations."""
+
+    training: Prompts
+    evaluation: Prompts
+
+    @property
+    def trained_on(self) -> int:
+        """The number of evaluation prompts that are trained on too."""
+        known = set(self.training.texts)
+        return sum(text in known for text in self.evaluation.texts)
+
+    @property
+    def evaluated_on(self) -> str:
+        """What evaluations may be said to be of."""
+        kinds = {0: "held-out prompts", len(self.evaluation): "training prompts"}
+        return kinds.get(self.trained_on, "prompts of which some are trained on")
+
+
+def hold_out(prompts: Prompts, share: float) -> PromptLists:
+    """A file's prompts in two, by a hash of their text: whichever others there are, and wherever it stands in the file,
+    a prompt stays on its side. Where too few would be held out all of them are trained on and evaluated.
+    """
+    held = [_place(text) < share for text in prompts.texts]
+    if len({text for text, out in zip(prompts.texts, held, strict=True) if out}) < LEAST_HELD_OUT or all(held):
+        return PromptLists(prompts, prompts)
+    training, evaluation = ([i for i, out in enumerate(held) if out == which] for which in (False, True))
+    return PromptLists(prompts.take(training), prompts.take(evaluation))
+
+
+def _place(text: str) -> float:
+    """A number in [0, 1) that a text alone decides."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
+
+
 class PromptSplit(NamedTuple):
     """Split of an epoch's prompts over the ranks."""
 

@@ -17,6 +17,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..rewards.base import reward_weights
 from ..run.drawings import leaf_order
+from ..run.environment import evaluated_on, starts_of
 from ..run.folder import STAGES, check_is_run, evaluation_in, flat, read_metrics, read_summary, seconds_by_stage
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
 from ..run.reward_hacking import LIMITS, hacking, of, statistic
@@ -46,6 +47,10 @@ def run_data(folder: Path) -> dict[str, Any]:
         "finished": (folder / SUMMARY).is_file(),
         "epochs": None if config.train.max_seconds else config.train.epochs,
         "summary": read_summary(folder),
+        "evaluated_on": evaluated_on(folder, config),
+        "evaluated": config.eval.num_prompts,
+        "between": config.eval.num_between,
+        "environment": starts_of(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
         "metrics": columns(_some(rows, {tree["epoch"] for tree in shown})),
         "seconds": {name: spent for name, spent in seconds_by_stage(rows).items() if spent},

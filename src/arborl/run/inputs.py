@@ -9,7 +9,7 @@ import torch
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import fold
-from ..data.prompts import Prompts, load_prompts
+from ..data.prompts import PromptLists, Prompts, hold_out, load_prompts
 from ..models import Model, model_class
 from ..rewards import Rewards, rewards_of
 from ..rewards.base import RewardFailed
@@ -17,8 +17,8 @@ from ..rewards.base import RewardFailed
 T = TypeVar("T")
 
 
-def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
-    """Rewards, training and held-out prompts; one line names all that is missing, the model's weights included."""
+def load_inputs(config: Config) -> tuple[Rewards, PromptLists]:
+    """Rewards and prompts; one line names all that is missing, the model's weights included."""
     problems: list[str] = []
 
     def attempt(load: Callable[[], T]) -> T | None:
@@ -32,31 +32,40 @@ def load_inputs(config: Config) -> tuple[Rewards, Prompts, Prompts]:
     rewards = attempt(lambda: rewards_of(config))
     # Where something is missing anyway, what a run would have to fetch is worth knowing too.
     attempt(lambda: family.check(config, may_fetch=not problems))
-    prompts = attempt(lambda: load_prompts(config.prompts.path, family.default_prompts))
-    # Without a file of its own evaluation may draw what training does, and one missing list is named once.
-    held_out = attempt(lambda: heldout_prompts(config, family)) if config.eval.prompts or prompts else None
+    lists = attempt(lambda: training_prompts(config, family))
+    if config.eval.prompts:
+        evaluation = attempt(lambda: load_prompts(config.eval.prompts, key="eval.prompts"))
+        lists = PromptLists(lists.training, evaluation) if lists and evaluation else None
     # Some rewards have nothing to say of some prompts; better told now than found after a run.
     for function in rewards.functions.values() if rewards else ():
-        for some in filter(None, [prompts, held_out]):
+        for some in lists or ():
             attempt(partial(getattr(function, "check_prompts", _any), some.texts))
-    if rewards is None or prompts is None or held_out is None or problems:
+    if rewards is None or lists is None or problems:
         raise InputError.joined(problems)
-    return rewards, prompts, held_out
+    return rewards, lists
 
 
 def _any(texts: Sequence[str]) -> None:
     """Most rewards take any prompt."""
 
 
-def heldout_prompts(config: Config, family: type[Model]) -> Prompts:
-    """Prompts of evaluations: the file it names; else those of training, or where that is the model's own list, its
-    held-out ones.
+def training_prompts(config: Config, family: type[Model]) -> PromptLists:
+    """Prompts of training, and those that evaluations draw where `eval.prompts` names no file: what is held out of the
+    file, or the model's own held-out ones; else those of training.
     """
+    prompts = load_prompts(config.prompts.path, family.default_prompts)
+    if config.eval.prompts:
+        return PromptLists(prompts, prompts)
+    if config.prompts.path:
+        return hold_out(prompts, config.prompts.held_out)
+    return PromptLists(prompts, Prompts(list(family.heldout_prompts), {}) if family.heldout_prompts else prompts)
+
+
+def evaluation_prompts(config: Config, family: type[Model]) -> Prompts:
+    """Prompts of evaluations alone: a run's training file may have stayed elsewhere."""
     if config.eval.prompts:
         return load_prompts(config.eval.prompts, key="eval.prompts")
-    if not config.prompts.path and family.heldout_prompts:
-        return Prompts(list(family.heldout_prompts), {})
-    return load_prompts(config.prompts.path, family.default_prompts)
+    return training_prompts(config, family).evaluation
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ EVALUATIONS = "evaluations.jsonl"
 """Every evaluation as soon as it is made; those of epochs that were undone later stay, marked so."""
 TREES, SAMPLES, BEFORE_AFTER = "trees", "samples", "before_after.png"
 CHECKPOINTS, BEST = "checkpoints", "best"
+ENVIRONMENT = "environment.json"
+"""What each start of the run had: devices, versions, command, code; and which prompts evaluations are of."""
 LOCK = ".lock"
 """Held by the process that writes to the folder."""
 

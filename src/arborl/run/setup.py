@@ -25,7 +25,7 @@ from accelerate.utils import (
 from ..config import read_config
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..data.prompts import Prompts, split_prompts
+from ..data.prompts import PromptLists, split_prompts
 from ..distributed.coordination import Coordinator, fail_together
 from ..distributed.fsdp import launcher_requests_fsdp, shard, sharding_mode
 from ..engine.autotune import (
@@ -45,6 +45,7 @@ from ..models.compile import CACHE_DIR_VARIABLE
 from ..rewards import Rewards
 from ..tools.files import lock
 from .checkpoint import latest_valid, load_checkpoint, problem_with, quarantine, read_header, remove_partial
+from .environment import add_start, described, environment, launched_alone, too_slow
 from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths, writing
 from .inputs import load_inputs, probe
 from .logger import Logger
@@ -92,16 +93,15 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
             check_can_resume(config, resume, int(head["epoch"]))
     parts = assemble(config, accelerator, head)
     with fail_together(accelerator):
-        problems = probe(parts.model, parts.rewards, parts.prompts)
+        problems = probe(parts.model, parts.rewards, parts.prompts.training)
     messages = [*parts.messages, *parts.tune_and_warm_up()]  # now that rewards have taken what they need
     state = parts.state
+    before = read_config(resume / CONFIG) if resume else config
     with fail_together(accelerator):
         if checkpoint:
             if head["prompt_list"] != state.prompt_list:
-                problem = "holds other prompts than when the run began"
-                raise InputError("prompts.path", config.prompts.path, problem, "the same, wherever they lie")
+                raise _other_prompts(before, config)
             load_checkpoint(state, checkpoint)
-    before = read_config(resume / CONFIG) if resume else config
     changed = changes(with_absolute_paths(before), with_absolute_paths(config))
     logger = Logger(config, accelerator, resume, state.epoch, quiet, held)
     if any(text.startswith(("eval.", "rewards.")) for text in changed):
@@ -115,15 +115,44 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
             for path, problem in damaged.items():
                 kept = quarantine(path)
                 logger.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
+        if accelerator.is_main_process:
+            start = environment(accelerator) | {"epoch": state.epoch, "prompts": _facts(parts.prompts)}
+            add_start(logger.folder, start)
+            logger.say(described(start))
     for text in messages:
         logger.say(text)
     for text in changed:
         logger.say(f"changed from epoch {state.epoch} on: {text}")
-    for text in [*warnings_about(config), *problems]:
+    slow = too_slow(accelerator, sum(p.numel() for p in parts.model.module.parameters()))
+    for text in [*warnings_about(config), *launched_alone(), *slow, *_not_held_out(parts.prompts), *problems]:
         logger.warn_once(text)
     logger.warn_if_wrong(free_disk(config, state.parameters, logger.folder))
-    made = parts.model, parts.rewards, parts.prompts, parts.held_out
+    made = parts.model, parts.rewards, parts.prompts.training, parts.prompts.evaluation
     return Run(config, accelerator, *made, state, logger, Coordinator(accelerator, state.sharded), parts.flops)
+
+
+def _other_prompts(before: Config, now: Config) -> InputError:
+    if bool(before.eval.prompts) != bool(now.eval.prompts) and now.prompts.held_out:
+        problem = "changes which prompts of prompts.path are trained on (prompts.held_out), and a run keeps its own"
+        return InputError("eval.prompts", now.eval.prompts or "''", problem, before.eval.prompts or "''")
+    problem = "holds other prompts than when the run began"
+    return InputError("prompts.path", now.prompts.path, problem, "the same, wherever they lie")
+
+
+def _facts(prompts: PromptLists) -> dict[str, Any]:
+    """How many there are, and what evaluations are of."""
+    counts = {"training": len(prompts.training), "evaluation": len(prompts.evaluation)}
+    return counts | {"evaluated_on": prompts.evaluated_on}
+
+
+def _not_held_out(prompts: PromptLists) -> list[str]:
+    """A warning where evaluations draw what is trained on: that the score rises there says little of other prompts."""
+    shared, total = prompts.trained_on, len(prompts.evaluation)
+    if not shared:
+        return []
+    if shared == total:
+        return ["evaluations draw the training prompts, as nothing is held out: eval.prompts names others"]
+    return [f"{shared} of the {total} evaluation prompts are trained on too: eval.prompts is to name others"]
 
 
 def check_can_resume(config: Config, run: Path, epoch: int) -> None:
@@ -143,8 +172,7 @@ class Assembled:
 
     model: Model
     rewards: Rewards
-    prompts: Prompts
-    held_out: Prompts
+    prompts: PromptLists
     state: State
     config: Config
     accelerator: Accelerator
@@ -154,7 +182,7 @@ class Assembled:
 
     def tune_and_warm_up(self) -> list[str]:
         """Find the batch sizes that are `auto`, compile and warm up; returns messages."""
-        config, accelerator, prompt = self.config, self.accelerator, self.prompts.texts[0]
+        config, accelerator, prompt = self.config, self.accelerator, self.prompts.training.texts[0]
         start = time.perf_counter()
         messages = find_batch_sizes(config, self.model, self.state, accelerator, prompt)
         if self.model.compiled:
@@ -172,15 +200,13 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
     has come.
     """
     with fail_together(accelerator):
-        rewards, prompts, held_out = load_inputs(config)
+        rewards, prompts = load_inputs(config)
     ahead = split_prompts(config.sample, accelerator.num_processes).total * (config.train.epochs - head["epoch"])
     # Before the model: a large text encoder and what is trained need not fit into memory together.
-    embedded = precompute_embeddings(
-        config, texts_of_a_run(config, prompts, held_out, head["prompts"], ahead), accelerator
-    )
+    embedded = precompute_embeddings(config, texts_of_a_run(config, *prompts, head["prompts"], ahead), accelerator)
     with fail_together(accelerator):
         model = load_model(config, accelerator.device)
-        flops = forward_flops(model, prompts.texts[0])
+        flops = forward_flops(model, prompts.training.texts[0])
         messages = [str(embedded)] if embedded else []
         compiled, why = should_compile(config, flops, accelerator.device)
         start = time.perf_counter()
@@ -209,8 +235,8 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
     if model.frozen is not None:
         model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
     average = Ema(parameters, train.ema_decay, train.ema_every)
-    state = State(parameters, optimizer, average, prompt_list=prompts.digest)
-    return Assembled(model, rewards, prompts, held_out, state, config, accelerator, flops, messages, compiling)
+    state = State(parameters, optimizer, average, prompt_list=prompts.training.digest)
+    return Assembled(model, rewards, prompts, state, config, accelerator, flops, messages, compiling)
 
 
 def start_accelerator(config: Config, **options: Any) -> Accelerator:
@@ -218,7 +244,10 @@ def start_accelerator(config: Config, **options: Any) -> Accelerator:
     # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
     AcceleratorState._reset_state()
     launcher_requests_fsdp()  # before anyone else does
-    return Accelerator(
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = Accelerator(
+        # Without a GPU each of several processes would begin a run of its own. On the CPU they work together.
+        cpu=launched > 1 and not torch.accelerator.is_available(),
         mixed_precision=precision(config),
         # Accumulation is ours; a launcher's setting would only scale the gradient.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -230,6 +259,10 @@ def start_accelerator(config: Config, **options: Any) -> Accelerator:
         ],
         **options,
     )
+    if accelerator.num_processes != launched:
+        problem = f"were launched, and this one works with {accelerator.num_processes}"
+        raise InputError("processes", launched, problem, "a launcher's, in which nothing else was begun before")
+    return accelerator
 
 
 def precision(config: Config) -> str:

@@ -9,6 +9,7 @@ from ..engine.state import State
 from ..tools.files import write_atomically
 from .checkpoint import read_header
 from .drawings import cell_of, interleave
+from .environment import evaluated_on
 from .evaluations import Evaluations
 from .folder import seconds_by_stage
 from .logger import Logger
@@ -25,10 +26,11 @@ def write_summary(
     reward = f"eval/{next(iter(rewards.functions))}"
     top = evaluations.best(rows)
     summary = {
-        "heldout_before": rows[0].get(reward),
-        "heldout_before_stderr": rows[0].get(f"{reward}_stderr"),
-        "heldout_after": rows[-1][reward],
-        "heldout_after_stderr": rows[-1][f"{reward}_stderr"],
+        "eval_before": rows[0].get(reward),
+        "eval_before_stderr": rows[0].get(f"{reward}_stderr"),
+        "eval_after": rows[-1][reward],
+        "eval_after_stderr": rows[-1][f"{reward}_stderr"],
+        "evaluated_on": (prompts := evaluated_on(logger.folder, evaluations.config)),
         "best": top and {"reward": best_by, "value": of(top, best_by), "epoch": top["epoch"]},
         "seconds": sum(row["step_time"] for row in rows),
         "train_seconds": logger.trained,
@@ -39,9 +41,9 @@ def write_summary(
     }
     split = sorted(seconds_by_stage(rows).items(), key=lambda item: -item[1])
     logger.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
-    numbers = [summary[f"heldout_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
+    numbers = [summary[f"eval_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
     shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
-    logger.say(f"{reward}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
+    logger.say(f"{reward} on {prompts}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
     if top and top["epoch"] not in (0, epochs):
         where = logger.folder / CHECKPOINTS / BEST
         kept = where if where.is_dir() and read_header(where)["epoch"] == top["epoch"] else "not kept"

@@ -30,10 +30,14 @@ function lineChart(host, { title, series, across = "epoch", bounds = {}, height 
   const marks = [Plot.gridY({ strokeOpacity: 0.12 })];
   for (const { points, colour } of series) {
     const banded = points.filter((p) => p.error !== null);
-    if (banded.length > 1) {
+    if (points.length > 2 && banded.length > 1) {
       marks.push(Plot.areaY(banded, { x: "x", y1: (p) => p.y - p.error, y2: (p) => p.y + p.error, fill: colour, fillOpacity: 0.18 }));
     }
-    marks.push(Plot.lineY(points, { x: "x", y: "y", stroke: colour, strokeWidth: 1.8 }));
+    if (points.length > 2) { // two points are not a curve
+      marks.push(Plot.lineY(points, { x: "x", y: "y", stroke: colour, strokeWidth: 1.8 }));
+    } else {
+      marks.push(Plot.ruleX(banded, { x: "x", y1: (p) => p.y - p.error, y2: (p) => p.y + p.error, stroke: colour, strokeWidth: 1.8 }));
+    }
     if (points.length < 40) marks.push(Plot.dot(points, { x: "x", y: "y", fill: colour, r: 2.4 }));
   }
   for (const [side, value] of Object.entries(bounds)) {

@@ -2,7 +2,7 @@
 // A comparison's page: the table, score against compute and seconds, the front, and what each cell's pictures became.
 
 function head(host, data) {
-  host.replaceChildren(h("h1", {}, data.name), h("p", { class: "headline" }, `${data.cells.length} cells, held-out ${data.reward}`));
+  host.replaceChildren(h("h1", {}, data.name), h("p", { class: "headline" }, `${data.cells.length} cells, ${data.reward} on ${data.evaluated_on}`));
 }
 
 function inkOf(data) {
@@ -25,7 +25,7 @@ function curvesSection(host, data) {
   for (const across of ["compute", "seconds"]) {
     const series = data.cells.map(({ cell, curves }) => ({ name: cell, colour: ink.get(cell), points: curves[across].map(([x, y, error]) => ({ x, y, error })) }));
     lineChart(host, {
-      title: `held-out ${data.reward} against ${across === "compute" ? "compute" : "seconds of training"}`, across, series, height: 300, words: across === "compute" ? count : (v) => num(v, 3),
+      title: `${data.reward} on ${data.evaluated_on} against ${across === "compute" ? "compute" : "seconds of training"}`, across, series, height: 300, words: across === "compute" ? count : (v) => num(v, 3),
       note: across === "compute" ? "A forward counts 1, a forward+backward 3. Bands are standard errors over seeds." : "Seconds of runs that shared a machine: compare them within one comparison alone.",
     });
   }

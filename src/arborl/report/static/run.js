@@ -3,12 +3,14 @@
 
 function head(host, data) {
   const { metrics, summary } = data, reward = trainedOf(data)[0];
-  const evaluations = pointsOf(metrics, `eval/${reward}`, `eval/${reward}_stderr`);
+  const ends = evaluatedPoints(metrics, reward, "eval");
+  const evaluations = ends.length > 1 ? ends : evaluatedPoints(metrics, reward, "eval_between").concat(ends).slice(0, 1);
   const done = data.finished && summary ? summary.epochs : Math.max(0, ...metrics.epoch.map((epoch) => epoch + 1));
   const facts = [
     ["state", data.finished ? "finished" : "not finished"],
     ["epochs", data.epochs === null || data.finished ? num(done) : `${num(done)} of ${num(data.epochs)}`],
     ["time", seconds(d3.sum(Object.values(data.seconds)))],
+    data.environment.length ? ["on", data.environment.at(-1).device] : null,
     ["forwards", count(d3.max(metrics.forwards || []) ?? 0)],
     ["forward+backwards", count(d3.max(metrics.forward_backwards || []) ?? 0)],
     summary ? ["peak memory", `${num(summary.peak_memory / 2 ** 30, 3)} GiB`] : null,
@@ -17,8 +19,8 @@ function head(host, data) {
   host.replaceChildren(
     h("h1", {}, data.name),
     evaluations.length > 1
-      ? h("p", { class: "headline" }, `held-out ${reward} `, h("b", {}, plusMinus(before.y, before.error)), " → ", h("b", {}, plusMinus(after.y, after.error)), ` after ${num(after.x)} epochs`)
-      : h("p", { class: "headline" }, evaluations.length ? `held-out ${reward} ${plusMinus(before.y, before.error)} at the start` : "no held-out score"),
+      ? h("p", { class: "headline" }, `${reward} on ${data.evaluated_on} `, h("b", {}, plusMinus(before.y, before.error)), " → ", h("b", {}, plusMinus(after.y, after.error)), ` after ${num(after.x)} epochs`)
+      : h("p", { class: "headline" }, evaluations.length ? `${reward} on ${data.evaluated_on} ${plusMinus(before.y, before.error)} at the start` : "no evaluation yet"),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     ...signsOf(data),
   );
@@ -33,13 +35,25 @@ function signsOf(data) {
   return signs ? [h("p", { class: "warning", role: "note" }, `After ${signs.epoch} epochs this looks like reward hacking: ${signs.signs[0]}, but ${signs.signs.slice(1).join(", ")}.`)] : [];
 }
 
-/** A reward as it is, whatever its weight: of training leaves and of held-out pictures. */
+/** Evaluations of a reward or a statistic: of all prompts ("eval"), or of those that every evaluation has ("eval_between"). */
+function evaluatedPoints(metrics, name, which) {
+  return pointsOf(metrics, `${which}/${name}`, `${which}/${name}_stderr`);
+}
+
+/** A curve over the same pictures throughout; where evaluations in between have fewer, those of all of them beside it. */
+function evaluationSeries(data, name, how = "") {
+  const all = { name: `${data.evaluated_on}${how}`, points: evaluatedPoints(data.metrics, name, "eval"), colour: INK[0] };
+  const few = evaluatedPoints(data.metrics, name, "eval_between");
+  return few.length ? [{ name: `the first ${data.between} ${data.evaluated_on}${how}`, points: few, colour: INK[1] }, { ...all, name: `all ${data.evaluated}` }] : [all];
+}
+
+/** A reward as it is, whatever its weight: of training leaves and of evaluations. */
 function rewardChart(host, data, name, title, height) {
   return lineChart(host, {
     title, height,
     series: [
       { name: "training leaves", points: pointsOf(data.metrics, `rewards/${name}/mean`, `rewards/${name}/stderr`), colour: INK[4] },
-      { name: "held-out, by ODE", points: pointsOf(data.metrics, `eval/${name}`, `eval/${name}_stderr`), colour: INK[0] },
+      ...evaluationSeries(data, name, ", by ODE"),
     ],
   });
 }
@@ -53,7 +67,7 @@ function curvesSection(host, data) {
     const { weight } = data.rewards.find((reward) => reward.name === name);
     shown += rewardChart(grid, data, name, weight === 1 && !several ? name : `${name}, weight ${num(weight)}`, several ? 220 : 280);
   }
-  host.append(h("p", { class: "note" }, "Bands are standard errors: over prompts for training leaves, over pictures for held-out ones. Held-out pictures are of fixed seeds, so a run's points move together."));
+  host.append(h("p", { class: "note" }, "Bands are standard errors: over prompts for training leaves, over pictures for evaluations. These draw the same noise every time, so a run's points move together."));
   return shown > 0;
 }
 
@@ -83,7 +97,7 @@ function watchSection(host, data) {
   const titles = { dark: "dark pixels, share", saturated: "saturated pixels, share", entropy: "colour entropy, bits", edges: "pixels on an edge, share" };
   let shown = 0;
   for (const [name, title] of Object.entries(titles)) {
-    shown += lineChart(grid, { title, height: 170, bounds: watch.bounds[name], series: [{ name: "held-out pictures", points: pointsOf(metrics, `eval/pictures/${name}`, `eval/pictures/${name}_stderr`) }] });
+    shown += lineChart(grid, { title, height: 170, bounds: watch.bounds[name], series: evaluationSeries(data, `pictures/${name}`) });
   }
   shown += lineChart(grid, { title: "diversity of a prompt's leaves", height: 170, bounds: watch.bounds.diversity, series: [{ name: "training leaves", points: pointsOf(metrics, "diversity"), colour: INK[4] }] });
   shown += lineChart(grid, { title: "spread of scores within a prompt", height: 170, series: [{ name: "training leaves", points: pointsOf(metrics, "reward_std"), colour: INK[4] }] });
@@ -123,6 +137,21 @@ function anySection(host, data) {
   return true;
 }
 
+/** What each start of the run had; a row a start, the newest first. */
+function environmentSection(host, data) {
+  if (!data.environment.length) return false;
+  const text = (value) => (value === null || value === undefined ? "–" : typeof value === "object" ? Object.entries(value).filter(([, v]) => v).map(([k, v]) => `${k} ${v}`).join(", ") || "–" : String(value));
+  const facts = {
+    started: (start) => start.started, "after epochs": (start) => start.epoch, device: (start) => `${start.processes > 1 ? `${start.processes} × ` : ""}${text(start.device)}`,
+    command: (start) => (start.command || []).join(" "), "in the folder": (start) => start.folder, host: (start) => `${text(start.host)}, ${text(start.cores)} cores, ${num((start.memory ?? NaN) / 2 ** 30, 3)} GiB, ${text(start.system)}`,
+    versions: (start) => `arborl ${text(start.arborl)}, Python ${text(start.python)}, ${text(start.packages)}${start.cuda ? `, CUDA ${start.cuda}` : ""}`, commits: (start) => start.commits, precision: (start) => start.mixed_precision, prompts: (start) => start.prompts,
+  };
+  const starts = [...data.environment].reverse();
+  host.append(...starts.slice(0, 10).map((start) => h("table", { class: "settings" }, h("tbody", {}, Object.entries(facts).map(([name, of]) => h("tr", {}, h("td", {}, name), h("td", {}, text(of(start)))))))));
+  if (starts.length > 10) host.append(h("p", { class: "note" }, `${starts.length} starts in all: environment.json has them.`));
+  return true;
+}
+
 function settingsSection(host, data) {
   const table = (rows, last) => h("table", { class: "settings" },
     h("thead", {}, h("tr", {}, ["setting", "value", last].map((name) => h("th", {}, name)))),
@@ -143,4 +172,5 @@ section("update", "Update", updateSection);
 section("time", "Time", timeChart);
 section("any", "Any metric", anySection);
 section("settings", "Settings", settingsSection);
+section("environment", "Made with", environmentSection);
 start(head);
