@@ -9,7 +9,7 @@ from .engine.method import make_plan, pruning
 from .engine.rollout import sample_trees, trained_batch
 from .engine.update import update
 from .report import write_report
-from .run.logger import ProgressBar
+from .run.progress import ProgressBar
 from .run.run import Run
 from .run.setup import prepare
 from .tools.output import tolerant_output
@@ -26,7 +26,8 @@ def run_epochs(run: Run) -> Path:
     config, model, state, accelerator = run.config, run.model, run.state, run.accelerator
     logger, coordinator = run.logger, run.coordinator
     schedule = model.schedule(config.sample.num_steps)
-    with coordinator.handling_signals(), run.leaving(), ProgressBar(logger, state.epoch, run.epochs) as bar:
+    bar = ProgressBar(logger, state.epoch, run.epochs, config.train.max_seconds)
+    with coordinator.handling_signals(), run.leaving(), bar:
         while run.goes_on():
             epoch = state.epoch
             with logger.stage("evaluate"):

@@ -1,14 +1,11 @@
-"""Where the time went, in metrics and on the terminal."""
+"""Where the time went, in metrics."""
 
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from arborl.config.schema import Config
-from arborl.run.folder import STAGES
-from arborl.run.logger import BLOCKS, Logger, time_split
+from arborl.run.logger import Logger
 
 
 def test_stages_within_stages_are_counted_once(tmp_path):
@@ -28,14 +25,3 @@ def test_stages_within_stages_are_counted_once(tmp_path):
     assert 0.02 <= run.seconds["reward"] < whole - 0.06 + 1e-3
     assert sum(run.seconds.values()) == pytest.approx(whole, abs=2e-3)
     run.close()
-
-
-@given(st.lists(st.floats(0, 1e4), min_size=len(STAGES), max_size=len(STAGES)))
-def test_the_bar_shows_what_counts_and_is_never_longer_than_it_may(seconds):
-    row = {f"time/{name}": spent for name, spent in zip(STAGES, seconds, strict=True)}
-    shown = time_split(row | {"tflops/rollout": 431.2, "tflops/update": 520.0})
-    assert shown.count("▇") <= BLOCKS + len(STAGES)
-    assert shown.endswith("TFLOP/s: rollout 431, update 520")
-    longest = max(seconds)
-    if longest > 1:
-        assert f"{STAGES[seconds.index(longest)]} ▇" in shown

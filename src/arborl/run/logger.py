@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from ..config import save_config
@@ -23,7 +22,6 @@ from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
 from ..tools.files import atomic, fsync, lock
 from .folder import (
-    STAGES,
     claim_folder,
     finite,
     flat,
@@ -36,9 +34,6 @@ from .folder import (
 )
 from .paths import CONFIG, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
 from .trackers import log_pictures, start_trackers
-
-BLOCKS = 24
-"""Length of the bar that shows where an epoch's time went, all stages together."""
 
 
 class Logger:
@@ -181,56 +176,3 @@ class Logger:
             with atomic(self.folder / CONFIG) as aside:
                 save_config(with_absolute_paths(config), aside)
         self.trained = sum(map(training_seconds, kept))
-
-
-def time_split(row: dict[str, Any]) -> str:
-    """An epoch's time as text, a piece of a bar for each stage; and the speed of the model's calls."""
-    spent = {name: row.get(f"time/{name}") or 0.0 for name in STAGES}
-    total = sum(spent.values()) or 1.0
-    shown = {name: seconds for name, seconds in spent.items() if seconds >= max(0.05, 0.01 * total)}
-    parts = [f"{name} {'▇' * round(BLOCKS * s / total)} {s:.1f}s" for name, s in shown.items()]
-    rates = [f"{name} {row[f'tflops/{name}']:.3g}" for name in ("rollout", "update") if f"tflops/{name}" in row]
-    speed = f"TFLOP/s: {', '.join(rates)}" if rates else ""
-    return " | ".join(filter(None, [" ".join(parts), speed]))
-
-
-class ProgressBar:
-    """Epochs done, reward, seconds by stage and time left: a bar on a terminal, now and then a line elsewhere."""
-
-    def __init__(self, logger: Logger, start: int, total: int | None) -> None:
-        self.logger, self.last_line = logger, 0.0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(
-            *columns,
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-            console=logger.console,
-            disable=not (logger.main and logger.console.is_terminal),
-        )
-        self.task = self.progress.add_task("epoch", total=total, completed=start, text="")
-
-    def __enter__(self) -> "ProgressBar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def advance(self, metrics: dict[str, float]) -> None:
-        split = time_split(metrics)
-        names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
-        names = [name.split("/")[1] for name in names if name.count("/") == 2]
-        if len(names) > 1:  # the score that is optimised is a sum of z-scores, which says little
-            text = " ".join(f"{name} {metrics[f'rewards/{name}/mean']:.4f}" for name in names)
-        else:
-            text = f"reward {metrics['reward']:.4f}"
-        text += f" (std within a prompt {metrics['reward_std']:.4f})"
-        text += f" {metrics['reward_failed']:.0f} without a score" if metrics["reward_failed"] else ""
-        self.progress.update(self.task, advance=1, text=f"{text} {split}")
-        if self.progress.disable and (time.monotonic() - self.last_line > 10 or self.progress.finished):
-            task = self.progress.tasks[self.task]
-            eta = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
-            of = f"/{int(task.total)}" if task.total else ""
-            self.logger.say(f"epoch {int(task.completed)}{of}: {text}{eta} {split}")
-            self.last_line = time.monotonic()
