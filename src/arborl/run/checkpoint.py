@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,18 @@ def evaluation_of_best(run: Path) -> Mapping[str, Any] | None:
     head = read_header(kept)
     of_epoch = (row for row in reversed(read_evaluations(run)) if row["epoch"] == head["epoch"])
     return head.get("evaluation") or next(of_epoch, None)
+
+
+def set_aside_best(run: Path, comparable: Callable[[Mapping[str, Any]], bool]) -> Path | None:
+    """Before others take the place of a run's best weights: those that were chosen by another measure stay, by the
+    epoch they are of.
+    """
+    kept, evaluation = run / CHECKPOINTS / BEST, evaluation_of_best(run)
+    if not kept.is_dir() or (evaluation and comparable(evaluation)):
+        return None
+    name = f"{BEST}_{epoch_name(read_header(kept)['epoch'])}"
+    free = (kept.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
+    return kept.rename(next(path for path in free if not path.exists()))
 
 
 def checkpoints(folder: Path) -> list[Path]:

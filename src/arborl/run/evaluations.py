@@ -1,6 +1,8 @@
 """Evaluations while a run goes on, and what is concluded from them."""
 
+import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +18,28 @@ from ..engine.state import State
 from ..models import Model
 from ..rewards import Rewards
 from ..tools.files import write_atomically
-from .checkpoint import evaluation_of_best
+from .checkpoint import evaluation_of_best, set_aside_best
 from .drawings import sheet
-from .folder import finite
+from .folder import finite, flat, read_evaluations
 from .logger import Logger
 from .paths import SAMPLES, epoch_name
-from .reward_hacking import best, hacking
+from .reward_hacking import best, hacking, of
+
+ASKED = (
+    *("seed", "eval.num_prompts", "eval.num_between", "eval.num_steps"),
+    *("sample.num_steps", "sample.sigmas", "sample.shift", "sample.guidance_scale", "sample.negative_prompt"),
+    *("sample.resolution", "sample.width", "sample.num_frames"),
+)
+"""Settings that decide what an evaluation asks; with the rewards' own `fn`, `dtype` and `fps`."""
+
+
+def protocol_of(config: Config, prompts: Prompts) -> str:
+    """What evaluations ask, in a word: where it is the same, their scores can be compared."""
+    asked = {name: value for name, value in flat(config).items() if name in ASKED}
+    asked |= {f"{name}.{part}": str(getattr(r, part)) for name, r in config.rewards.items() for part in ("fn", "dtype")}
+    asked |= {f"{name}.fps": r.fps for name, r in config.rewards.items()}
+    asked |= {"prompts": prompts.digest}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -40,14 +58,17 @@ class Evaluations:
     first: Evaluation | None = None
     hacked: bool = False  # eval.watch=stop saw reward hacking
 
+    def __post_init__(self) -> None:
+        self.protocol = protocol_of(self.config, self.prompts)
+
     def conclude(self, epoch: int, found: Evaluation, save_best: Callable[[Mapping[str, Any]], None]) -> None:
         """Keep an evaluation, keep the weights if they are the best so far, and look for reward hacking."""
         self.newest, self.first = found, self.first or found
-        row = {"epoch": epoch, **finite(found.metrics())}
+        row = {"epoch": epoch, "protocol": self.protocol, **finite(found.metrics())}
         with self.coordinator.independent():
             self.logger.log_evaluation(row)
             if self.accelerator.is_main_process and len(found.pictures):
-                captions = [f"{score:.3f} {text}" for score, text in zip(found.scores, found.captions, strict=True)]
+                captions = self._captions(found.shown())
                 with self.logger.writing():
                     path = self.logger.folder / SAMPLES / f"{epoch_name(epoch)}.png"
                     boxes = sheet(found.pictures, captions, path)
@@ -63,17 +84,38 @@ class Evaluations:
         self.logger.say(f"evaluation after {epoch} epochs, {found.prompts} pictures: {shown}")
         for problem in found.problems:
             self.logger.warn_once(f"{problem}, in an evaluation")
+        self.look_at(row, save_best)
+
+    def look_at(self, row: Mapping[str, Any], save_best: Callable[[Mapping[str, Any]], None]) -> None:
+        """What follows from an evaluation of the weights as they are, made now or before the run was cut off."""
         is_best = False
         with self.coordinator.independent():
             if self.accelerator.is_main_process:
-                rows = [*self.logger.read_metrics(), row]
-                is_best = epoch > 0 and self.best(rows) is row  # untrained weights are not kept: the model has them
+                best = self.best()
+                # Untrained weights are not kept: the model has them.
+                is_best = best is not None and best["epoch"] == row["epoch"] > 0 and best != self._kept()
+                if is_best and (aside := set_aside_best(self.logger.folder, self.comparable)):
+                    self.logger.say(f"checkpoints/best was chosen by other evaluations; it is kept as {aside.name}")
         if any_rank(is_best, self.accelerator):
             save_best(row)
-        self.watch(row)
+        self._watch(row)
 
-    def watch(self, row: Mapping[str, Any]) -> None:
-        """Look for reward hacking as of an evaluation, this one or one that a run goes on from."""
+    def show_again(self, epoch: int) -> None:
+        """The pictures of an evaluation that a run goes on from: TensorBoard dropped what it had from there on."""
+        path = self.logger.folder / SAMPLES / f"{epoch_name(epoch)}.png"
+        if self.accelerator.is_main_process and path.with_suffix(".json").is_file():
+            shown = json.loads(path.with_suffix(".json").read_bytes())["pictures"]
+            self.logger.log_pictures(SAMPLES, epoch, path, self._captions(shown), only="tensorboard")
+
+    def _captions(self, shown: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What stands under pictures: the first reward's score, and the prompt."""
+        first = next(iter(self.rewards.functions))
+        scores = (item["scores"][first] for item in shown)
+        numbers = (math.nan if score is None else score for score in scores)
+        return [f"{number:.3f} {item['prompt']}" for number, item in zip(numbers, shown, strict=True)]
+
+    def _watch(self, row: Mapping[str, Any]) -> None:
+        """Look for reward hacking as of an evaluation."""
         signs: list[str] = []
         with self.coordinator.independent():
             if self.accelerator.is_main_process and self.config.eval.watch != "off":
@@ -91,9 +133,18 @@ class Evaluations:
         weighed = [name for name in self.rewards.functions if self.rewards.weights[name]]
         return self.config.eval.best or [*self.rewards.watched, *weighed][0]
 
-    def best(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The best evaluation there was: of those in the rows of metrics, and that of the weights that are kept as the
-        best, which may be of an epoch that was undone.
+    def best(self) -> Mapping[str, Any] | None:
+        """The best evaluation there was: of the run's epochs, or of the weights that are kept as the best, whose epoch
+        may have been undone. Those by other prompts, pictures or rewards are no match for it.
         """
-        kept = evaluation_of_best(self.logger.folder)
+        rows = [row for row in read_evaluations(self.logger.folder) if "undone" not in row and self.comparable(row)]
+        kept = self._kept()
         return best([*([kept] if kept else []), *rows], self.best_by, self.rewards.directions[self.best_by])
+
+    def comparable(self, row: Mapping[str, Any]) -> bool:
+        """Whether an evaluation asked what evaluations ask now."""
+        return row.get("protocol", self.protocol) == self.protocol and of(row, self.best_by) is not None
+
+    def _kept(self) -> Mapping[str, Any] | None:
+        kept = evaluation_of_best(self.logger.folder)
+        return kept if kept and self.comparable(kept) else None

@@ -100,12 +100,19 @@ class Logger:
         return metrics
 
     def log_pictures(
-        self, name: str, epoch: int, drawing: Path, captions: list[str], pictures: Tensor | None = None
+        self,
+        name: str,
+        epoch: int,
+        drawing: Path,
+        captions: list[str],
+        pictures: Tensor | None = None,
+        only: str | None = None,
     ) -> None:
-        """A drawing in every tracker; or the pictures in it, in those that show captions themselves."""
+        """A drawing in every tracker (or in that one `only`); or the pictures in it, in those that show captions."""
         with self.writing():
             for tracker in self.accelerator.trackers:  # none on other ranks
-                log_pictures(tracker, name, epoch, drawing, captions, pictures)
+                if only in (None, tracker.name):
+                    log_pictures(tracker, name, epoch, drawing, captions, pictures)
 
     def log_evaluation(self, row: Mapping[str, Any]) -> None:
         """One line of evaluations.jsonl, at once: the line of metrics comes when its epoch is complete."""

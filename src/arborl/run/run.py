@@ -174,7 +174,8 @@ class Run:
         """Before the first epoch, and every `eval.every`: the metrics of the weights the epoch starts from."""
         every, made = self.config.eval.every, self.logger.evaluated
         if made and made["epoch"] == epoch:
-            self.evaluations.watch(made)
+            self.evaluations.look_at(made, self.saver.save_best)
+            self.evaluations.show_again(epoch)
             return {name: value for name, value in evaluation_in(made).items() if name != "epoch"}
         if epoch and (not every or epoch % every):
             return {}

@@ -46,6 +46,7 @@ from ..rewards import Rewards
 from ..tools.files import lock
 from .checkpoint import latest_valid, load_checkpoint, problem_with, quarantine, read_header, remove_partial
 from .environment import add_start, described, environment, launched_alone, too_slow
+from .evaluations import protocol_of
 from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths, writing
 from .inputs import load_inputs, probe
 from .logger import Logger
@@ -104,8 +105,9 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
             load_checkpoint(state, checkpoint)
     changed = changes(with_absolute_paths(before), with_absolute_paths(config))
     logger = Logger(config, accelerator, resume, state.epoch, quiet, held)
-    if any(text.startswith(("eval.", "rewards.")) for text in changed):
-        logger.evaluated = {}  # an evaluation by these settings is another one
+    protocol = protocol_of(config, parts.prompts.evaluation)
+    if logger.evaluated.get("protocol", protocol) != protocol:
+        logger.evaluated = {}  # an evaluation of these weights by other settings says nothing here
     with fail_together(accelerator), logger.writing():
         if resume and accelerator.is_main_process:
             remove_partial(resume / CHECKPOINTS)

@@ -24,7 +24,7 @@ def write_summary(
     epochs, best_by, rewards = state.epoch, evaluations.best_by, evaluations.rewards
     rows = logger.read_metrics()
     reward = f"eval/{next(iter(rewards.functions))}"
-    top = evaluations.best(rows)
+    top = evaluations.best()
     summary = {
         "eval_before": rows[0].get(reward),
         "eval_before_stderr": rows[0].get(f"{reward}_stderr"),
