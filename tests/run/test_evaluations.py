@@ -1,0 +1,186 @@
+"""A run that goes on, is cut off and goes on again keeps every evaluation, and its best weights never get worse."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import arborl.run.run as run_module
+from arborl import trainer
+from arborl.config import load_config, read_config
+from arborl.engine.evaluate import Evaluation
+from arborl.run.checkpoint import evaluation_of_best, problem_with, read_header
+from arborl.run.folder import read_evaluations, read_metrics
+from arborl.run.logger import Logger
+from arborl.run.run import Run
+
+TINY = ["sample.num_prompts=1", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]", "eval.watch=off"]
+MORE = int(os.environ.get("ARBORL_EXAMPLES", "1"))
+
+
+class Killed(BaseException):
+    """The process is gone: nothing of it runs any more."""
+
+
+class Story:
+    """A run whose evaluations score what is made up, and that may be killed at any change of its files."""
+
+    def __init__(self, folder: Path, scores: list[float], every: int) -> None:
+        self.folder, self.scores, self.every = folder, scores, every
+        self.made: list[tuple[int, float]] = []  # evaluations whose line was written
+        self.part = 0
+        self.changes_left = math.inf
+
+    def score(self, epoch: int) -> float:
+        return self.scores[(7 * self.part + epoch) % len(self.scores)]
+
+    def evaluate(self, model: object, rewards: object, prompts: object, config: object, *_: object, **__: object):
+        score = self.score(self.run.state.epoch)
+        values = {"place": torch.full((2,), score)}
+        return Evaluation({"place": score}, {"place": 0.0}, 2, {"place": 0}, [], torch.zeros(0), [], [], values)
+
+    def step(self) -> None:
+        self.changes_left -= 1
+        if self.changes_left < 0:
+            raise Killed
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, evaluations are made up, and files change step by step."""
+        rename, replace, log_evaluation, log = Path.rename, Path.replace, Logger.log_evaluation, Logger.log
+        begin, leave = Run.__post_init__, Run.leave
+
+        def stepping(change: Callable) -> Callable:
+            def changed(*given, **named):
+                self.step()
+                result = change(*given, **named)
+                self.step()
+                return result
+
+            return changed
+
+        def logged(logger: Logger, row: dict) -> None:
+            self.step()
+            log_evaluation(logger, row)
+            self.made.append((row["epoch"], row["eval/place"]))
+            self.step()
+
+        def begun(run: Run) -> None:
+            begin(run)
+            self.run = run
+
+        def left(run: Run) -> None:
+            if self.changes_left < 0:  # the system alone cleans up
+                run.logger.lock.close()
+            else:
+                leave(run)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "evaluate", self.evaluate)
+            patch.setattr(trainer, "write_report", lambda folder: folder)
+            patch.setattr(Path, "rename", stepping(rename))
+            patch.setattr(Path, "replace", stepping(replace))
+            patch.setattr(Logger, "log", stepping(log))
+            patch.setattr(Logger, "log_evaluation", logged)
+            patch.setattr(Run, "__post_init__", begun)
+            patch.setattr(Run, "leave", left)
+            yield
+
+    def goes_on(self, epochs: int, killed_after: float) -> bool:
+        """Train up to so many epochs; whether it came that far."""
+        self.changes_left = killed_after
+        run = self.folder / "x"
+        length = [f"train.epochs={epochs}"]
+        try:
+            with self.told():
+                if (run / "config.yaml").is_file():
+                    trainer.train(read_config(run / "config.yaml", length), resume=run)
+                else:
+                    every = [f"eval.every={self.every}", "log.save_every=2", f"log.dir={self.folder}", "run_name=x"]
+                    trainer.train(load_config("mixture", [*TINY, *length, *every]))
+        except Killed:
+            return False
+        finally:
+            self.changes_left = math.inf
+        return True
+
+
+def best_of(run: Path) -> tuple[int, float] | None:
+    found = evaluation_of_best(run)
+    return found and (found["epoch"], found["eval/place"])
+
+
+@settings(max_examples=4 * MORE)
+@given(
+    scores=st.lists(st.integers(-50, 50).map(float), min_size=3, max_size=12),
+    every=st.integers(0, 3),
+    parts=st.lists(
+        st.tuples(st.integers(1, 3), st.one_of(st.just(math.inf), st.integers(0, 40))), min_size=2, max_size=4
+    ),
+)
+@example(scores=[0.0, 9.0, 1.0, 2.0], every=0, parts=[(1, math.inf), (1, math.inf), (2, math.inf)])
+@example(scores=[0.0, 1.0, 9.0, 2.0, 3.0], every=1, parts=[(3, 18), (1, math.inf)])
+@example(scores=[3.0, 6.0, 2.0, 2.0, 0.0, 0.0], every=1, parts=[(3, 13), (2, math.inf)])
+@example(scores=[0.0, 4.0, 3.0, 4.0, 1.0, 9.0, 2.0], every=1, parts=[(1, 20), (3, 20), (3, 55)])
+@example(scores=[1.0, 7.0, 3.0, 4.0, 0.0, 6.0, 2.0, 6.0, 4.0], every=1, parts=[(3, 10), (3, 53)])
+def test_nothing_that_was_found_out_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, scores: list[float], every: int, parts: list[tuple[int, float]]
+):
+    story = Story(tmp_path_factory.mktemp("story"), scores, every)
+    run, epochs = story.folder / "x", 0
+    for story.part, (more, killed_after) in enumerate(parts):
+        before, epochs = best_of(run), epochs + more
+        whole = story.goes_on(epochs, killed_after)
+        kept = [(row["epoch"], row["eval/place"]) for row in read_evaluations(run)]
+        assert kept == story.made
+        after = best_of(run)
+        if before:
+            assert after
+            assert after[1] >= before[1]
+        if after:
+            assert after in story.made
+            assert problem_with(run / "checkpoints" / "best") is None
+            assert read_header(run / "checkpoints" / "best")["epoch"] == after[0]
+        if whole:
+            known = [(row["epoch"], row["eval/place"]) for row in read_evaluations(run) if "undone" not in row]
+            trained = [score for epoch, score in known if epoch]
+            top = max([*trained, *([before[1]] if before else [])])
+            untrained = known[0][1]
+            assert after is None or after[1] == top
+            assert after or top <= untrained
+            assert json.loads((run / "summary.json").read_text())["best"]["value"] == max(top, untrained)
+            assert [row["epoch"] for row in read_metrics(run)] == list(range(epochs + 1))
+
+
+def test_weights_chosen_by_another_measure_are_set_aside_and_not_replaced(tmp_path: Path):
+    story = Story(tmp_path, [0.0, 5.0, 3.0, 1.0], every=1)
+    run = tmp_path / "x"
+    assert story.goes_on(2, math.inf)
+    assert best_of(run) == (1, 5.0)
+    with story.told():
+        trainer.train(read_config(run / "config.yaml", ["train.epochs=4", "eval.num_steps=3"]), resume=run)
+    assert best_of(run) == (2, 3.0), "the highest by today's evaluations, lower than that of other ones"
+    aside = run / "checkpoints" / "best_epoch_000001"
+    assert problem_with(aside) is None
+    assert read_header(aside)["evaluation"]["eval/place"] == 5.0
+
+
+def test_fewer_pictures_in_between_are_a_curve_of_their_own(tmp_path: Path):
+    """An evaluation of all pictures holds the numbers of those that every evaluation has, and the best is by these."""
+    few = ["eval.num_prompts=8", "eval.num_between=3", "eval.every=1", "train.epochs=3", f"log.dir={tmp_path}"]
+    rows = read_metrics(trainer.train(load_config("mixture", [*TINY, *few])))
+    all_of_it = [row["epoch"] for row in rows if "eval/place" in row]
+    assert all_of_it == [0, 3]
+    assert [row["epoch"] for row in rows if "eval_between/place" in row] == [0, 1, 2, 3]
+    same = ["eval.num_prompts=3", "eval.num_between=0", "eval.every=1", "train.epochs=3", f"log.dir={tmp_path}"]
+    alone = read_metrics(trainer.train(load_config("mixture", [*TINY, *same])))
+    for row, other in zip(rows, alone, strict=True):
+        for name in ("place", "place_stderr", "place_failed", "pictures/dark"):
+            assert row[f"eval_between/{name}"] == other[f"eval/{name}"]
