@@ -195,7 +195,7 @@ class Started(ABC):
 
     @property
     def said(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        return self.log.read_text(errors="replace") if self.log.is_file() else ""
 
     def until(self, met: Callable[[], bool], pause: float = 0.002) -> None:
         """Wait for what it is to come to."""
@@ -251,9 +251,14 @@ class Fork(Started):
     """`arborl` in a process that has imported everything already: it starts in no time."""
 
     def __init__(
-        self, *arguments: str, cwd: Path, limits: Limits | None = None, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        cwd: Path,
+        limits: Limits | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
     ) -> None:
-        self.log = cwd / f"{uuid.uuid4().hex}.log"
+        self.log = log or cwd / f"{uuid.uuid4().hex}.log"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["arborl.compare.preload"])
         given = {"ACCELERATE_USE_CPU": "1"} | dict(environment or {})
@@ -278,9 +283,11 @@ def _child(arguments: Sequence[str], cwd: Path, log: Path, given: Mapping[str, s
     worker.run(arguments, log, threads=1)
 
 
-def forked(*arguments: str, cwd: Path, limits: Limits | None = None) -> Ended:
+def forked(
+    *arguments: str, cwd: Path, limits: Limits | None = None, environment: Mapping[str, str] | None = None
+) -> Ended:
     """Run to the end."""
-    with Fork(*arguments, cwd=cwd, limits=limits) as process:
+    with Fork(*arguments, cwd=cwd, limits=limits, environment=environment) as process:
         return process.ended()
 
 
@@ -292,7 +299,7 @@ def ranks(
     Nobody ends one for another here, as a launcher would: each must come to its end by itself.
     """
     if count == 1:
-        return [forked(*arguments, cwd=cwd)]
+        return [forked(*arguments, cwd=cwd, environment=environment)]
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1])}

@@ -105,14 +105,14 @@ class Run:
         anything, and no reward is to blame.
         """
         if pictures:
-            weights = "not finite either" if nonfinite_weights(self.state.parameters, self.accelerator) else "finite"
-            problem = f"it answered what is not finite, for {pictures} pictures of {where}; its weights are {weights}"
+            weights = "are not finite" if nonfinite_weights(self.state.parameters, self.accelerator) else "are finite"
+            problem = f"its answers are not finite, for {pictures} pictures of {where} (its weights {weights})"
             self._stop_as_broken(problem, self.state.epoch)
 
     def _stop_as_broken(self, problem: str, epoch: int) -> NoReturn:
         sound = self.saver.distrust(epoch)
-        last = f"the last sound checkpoint is {sound}" if sound else "no checkpoint is sound"
-        cure = f"a lower train.learning_rate or another precision; {last}"
+        last = f"; the last sound checkpoint is {sound}" if sound else ""
+        cure = f"a lower train.learning_rate or another precision{last}"
         raise self.coordinator.raised_by_all(InputError("model", None, problem, cure))
 
     def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:

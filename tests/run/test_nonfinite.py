@@ -1,0 +1,63 @@
+"""A model that is broken ends its run at once, and the run says from where one can go on."""
+
+from pathlib import Path
+
+import pytest
+
+from arborl.run.checkpoint import checkpoints, problem_with
+
+from launching import forked, last_checkpoint, ranks, rows_of
+
+TINY = ["-c", "mixture", "train.epochs=6", "log.save_every=1", "log.keep=9", "log.record_every=0", "log.trackers=[]"]
+TINY += ["eval.num_prompts=4", "eval.every=2", "sample.num_prompts=1", "sample.batch_size=64", "run_name=x"]
+
+
+MODEL = """
+import os
+import torch
+from arborl.worlds.mixture import MixtureModel
+
+class Breaks(MixtureModel):
+    "Its answers are not finite from some call on, on one of the processes."
+
+    calls = 0
+
+    def predict(self, x, t, cond):
+        Breaks.calls += 1
+        velocity = super().predict(x, t, cond)
+        here = os.environ.get("RANK", "0") == os.environ["BREAKS_ON"]
+        return velocity * torch.nan if here and Breaks.calls > int(os.environ["BREAKS_AFTER"]) else velocity
+"""
+
+
+def test_weights_that_are_not_finite_stop_the_run_with_the_checkpoint_before(tmp_path: Path):
+    """After two good epochs a rate that ruins everything."""
+    assert forked("train", *TINY, "train.epochs=2", cwd=tmp_path).code == 0
+    run = tmp_path / "runs" / "x"
+    ended = forked("train", "--resume", "runs/x", "train.epochs=9", "train.learning_rate=1e30", cwd=tmp_path)
+    assert ended.stopped_with("the last sound checkpoint is runs/x/checkpoints/epoch_00000"), ended.said
+    assert "not finite" in ended.errors[0]
+    assert "reward" not in ended.errors[0]
+    assert rows_of(run) <= 4, "at once"
+    assert last_checkpoint(run).name in ended.errors[0]
+    # The bad rate stays out of what comes next.
+    again = forked("train", "--resume", "runs/x", "train.epochs=4", "train.learning_rate=1e-4", cwd=tmp_path)
+    assert again.code == 0, again.said
+    assert problem_with(last_checkpoint(run)) is None
+
+
+@pytest.mark.parametrize(("calls", "rank"), [(0, 0), (15, 0), (50, 0), (50, 1)])
+def test_answers_that_are_not_finite_stop_all_processes(tmp_path: Path, calls: int, rank: int):
+    """In the first evaluation, in a rollout, later on; of one process, or of the second of two."""
+    (tmp_path / "breaks.py").write_text(MODEL)
+    known = {"BREAKS_ON": str(rank), "BREAKS_AFTER": str(calls)}
+    endings = ranks(1 + rank, "train", *TINY, "model.family=breaks:Breaks", cwd=tmp_path, environment=known)
+    assert endings[0].code == 2, endings
+    assert all(ended.code for ended in endings)
+    assert not any("Traceback" in ended.said for ended in endings)
+    error = endings[0].errors[0]
+    assert "its answers are not finite, for " in error
+    assert "reward" not in error
+    kept = checkpoints(tmp_path / "runs" / "x" / "checkpoints")
+    assert all(problem_with(path) is None for path in kept)
+    assert not kept or error.endswith(f"the last sound checkpoint is runs/x/checkpoints/{kept[-1].name}")
