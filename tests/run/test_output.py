@@ -1,0 +1,103 @@
+"""Output that nobody can read any more costs no epoch: a pipe without a reader, a full disk, a closed terminal."""
+
+import os
+import pty
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from arborl.config import load_config, read_config
+from arborl.tools.output import tolerant_output
+from arborl.trainer import train
+
+from launching import Fork, Limits, assert_same_run, rows_of
+
+SETTINGS = ["train.epochs=8", "log.save_every=3", "eval.num_prompts=4", "log.record_every=0", "log.trackers=[]"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    return train(load_config("mixture", [*SETTINGS, f"log.dir={folder}", "run_name=whole"]))
+
+
+def started(cwd: Path, log: Path, *more: str) -> Fork:
+    """A run whose output goes there."""
+    return Fork("train", "-c", "mixture", *SETTINGS, "run_name=cut", *more, cwd=cwd, log=log, limits=Limits())
+
+
+def test_a_disk_that_is_full_where_messages_go(tmp_path: Path, whole: Path):
+    with started(tmp_path, Path("/dev/full")) as process:
+        assert process.ended().code == 0
+    assert_same_run(whole, tmp_path / "runs" / "cut")
+
+
+def test_a_reader_that_goes_away_after_the_first_line(tmp_path: Path, whole: Path):
+    """As `2>&1 | head -1` does it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with started(tmp_path, pipe) as process:
+        process.until(lambda: bool(_read(reader)))
+        os.close(reader)
+        assert process.ended().code == 0
+    assert_same_run(whole, tmp_path / "runs" / "cut")
+    assert (tmp_path / "runs" / "cut" / "report.html").is_file()
+
+
+def test_a_terminal_that_closes_saves_the_run(tmp_path: Path):
+    """The system sends SIGHUP, and what is written from then on fails."""
+    master, slave = pty.openpty()
+    more = ["train.epochs=400", "log.save_every=1000"]
+    run = tmp_path / "runs" / "cut"
+    with started(tmp_path, Path(os.ttyname(slave)), *more) as process:
+        os.close(slave)
+        os.set_blocking(master, False)
+        process.until(lambda: (_read(master), rows_of(run) >= 5)[1])
+        os.close(master)
+        process.signal(signal.SIGHUP)  # not every system sends it to whoever opened a terminal by name
+        ended = process.ended()
+    assert ended.code == 130
+    epochs = rows_of(run)
+    assert 5 <= epochs < 400
+    more = [f"train.epochs={epochs + 3}"]
+    train(read_config(run / "config.yaml", more), resume=run)
+    other = train(load_config("mixture", [*SETTINGS, *more, f"log.dir={tmp_path}", "run_name=whole"]))
+    assert_same_run(other, run)
+
+
+def _read(end: int) -> bytes:
+    """What is there by now; a terminal that nobody reads would hold the run up."""
+    try:
+        return os.read(end, 65536)
+    except OSError:
+        return b""
+
+
+def test_a_run_under_nohup_ignores_the_hangup(tmp_path: Path, whole: Path, monkeypatch):
+    """Whoever starts a run so that it ignores the signal means it."""
+    log = tmp_path / "log"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        calls = []
+        monkeypatch.setattr(os, "fsync", lambda handle: calls.append(handle) or os.kill(os.getpid(), signal.SIGHUP))
+        train(load_config("mixture", [*SETTINGS, f"log.dir={tmp_path / 'runs'}", "run_name=cut"]))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert calls
+    assert not log.exists()
+    assert_same_run(whole, tmp_path / "runs" / "cut")
+
+
+def test_what_libraries_print_themselves_stops_nothing_either(monkeypatch):
+    full = open("/dev/full", "w")  # noqa: SIM115 (what it still holds cannot be written when it is closed)
+    monkeypatch.setattr(sys, "stdout", full)
+    with tolerant_output():
+        print("x" * 100_000, flush=True)
+        sys.stdout.writelines(["a", "b"])
+        assert sys.stdout.encoding == full.encoding
+        print("done", flush=True)
+    with pytest.raises(OSError):
+        full.close()
