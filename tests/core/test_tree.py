@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arborl.core import plans
 from arborl.core import tree as trees
@@ -35,6 +36,26 @@ def test_a_plan_is_consistent(data: st.DataObject):
         numbers = plan.index_in_tree[plan.tree == tree]
         assert numbers.tolist() == list(range(len(numbers)))
     assert (plan.depth[plan.leaves] == len(plan.schedule)).all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.untyped_storage().nbytes() // made.element_size())
+        return made
+
+
+@pytest.mark.parametrize("roots", [1, 64, 512])
+def test_numbers_within_trees_take_memory_in_proportion_to_the_nodes(roots: int):
+    plan = trees.grow(shifted(12, 3.0), "flow_sde", roots, [1] * 12, [0.5] * 12)
+    with Largest() as largest:
+        plan.index_in_tree  # noqa: B018 (it is computed when it is asked for)
+    assert 0 < largest.elements <= 2 * plan.nodes
 
 
 @given(s=st.integers(0, 7), tou=st.integers(1, 50), w=st.integers(1, 8), epoch=st.integers(0, 10**6))

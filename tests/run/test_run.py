@@ -15,7 +15,9 @@ from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
 from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_requests_fsdp
+from arborl.run import logger, setup
 from arborl.run.folder import claim_folder
+from arborl.tools.files import lock
 from arborl.trainer import train
 
 from launching import Fork, assert_same_run, last_checkpoint, rows_of, timeless
@@ -90,6 +92,29 @@ def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, mo
     monkeypatch.undo()
     train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
     assert_same_run(whole, tmp_path / "cut")
+
+
+def test_a_run_is_locked_before_it_is_read(tmp_path: Path, monkeypatch):
+    """A process that is told to leave still saves, and the one that takes over sees what it saved."""
+    settings = [*MIXTURE, "train.epochs=4", "log.save_every=2", "log.keep=9", f"log.dir={tmp_path}", "run_name=x"]
+    run = train(load_config("mixture", settings))
+    newest = last_checkpoint(run)
+    later = newest.rename(tmp_path / "saved later")
+    done: list[int] = []
+
+    def others_leave(path: Path):
+        later.rename(newest)
+        return lock(path)
+
+    for module in (setup, logger):
+        if hasattr(module, "lock"):
+            monkeypatch.setattr(module, "lock", others_leave)
+    honest = run_module.Run.complete_epoch
+    monkeypatch.setattr(
+        run_module.Run, "complete_epoch", lambda self, *given: done.append(self.state.epoch) or honest(self, *given)
+    )
+    train(read_config(run / "config.yaml", ["train.epochs=6"]), resume=run)
+    assert done == [4, 5]
 
 
 def test_two_runs_started_together_get_folders_of_their_own(tmp_path: Path):
