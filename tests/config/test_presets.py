@@ -1,5 +1,6 @@
 """Every preset trains: on a tiny SD3 pipeline, a flow, and on a tiny diffusion model."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.config import load_config, options
+from arborl.config import load_config, options, presets
 from arborl.core.schedule import shifted
-from arborl.engine.cost import count_model_calls
+from arborl.engine.cost import costs, count_model_calls
 from arborl.engine.method import check_plan, kernel_of, make_plan, pruning
 from arborl.engine.state import trainable
 from arborl.models import load_model
@@ -94,3 +95,14 @@ def test_the_two_ways_to_prune_by_depth(tmp_path: Path):
     assert config.sample.num_steps == 20
     check_plan(config)
     assert pruning(config, make_plan(config, shifted(20, 3.0), 0), 7).depths == (15, 16, 17)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_draws_a_curve_that_costs_a_few_percent(name: str):
+    """By counted forwards, on the processes it is made for; the first and the last, of all pictures, come on top."""
+    config = load_config(name)
+    pictures = min(config.eval.num_between or config.eval.num_prompts, config.eval.num_prompts)
+    evaluation = pictures * (config.eval.num_steps or config.sample.num_steps) / config.eval.every
+    epoch = sum(itertools.islice(costs(config), 40)) / 40
+    assert evaluation <= 0.05 * epoch * {"base": 8}.get(name, 1)
+    assert config.train.epochs / config.eval.every >= 5
