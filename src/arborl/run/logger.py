@@ -220,7 +220,7 @@ class ProgressBar:
         split = time_split(metrics)
         names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
         names = [name.split("/")[1] for name in names if name.count("/") == 2]
-        if len(names) > 1:  # the score that is optimised is a sum of z-scores, which says little
+        if len(names) > 1:  # their sum by weight says less than each of them
             text = " ".join(f"{name} {metrics[f'rewards/{name}/mean']:.4f}" for name in names)
         else:
             text = f"reward {metrics['reward']:.4f}"
