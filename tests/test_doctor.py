@@ -149,11 +149,39 @@ class TestPlantedFaults:
         found = findings(chosen)
         assert "reward mine" in wrong(found)
         assert "in another order, or alone" in found["reward mine"].measured
-        if kind == "sorted":  # a run says so too
+        with pytest.raises(
+            InputError, match=r"^rewards.mine: the same pictures in another order, or alone, score up to"
+        ):
             train(load_config("mixture", [*chosen, "train.epochs=1", f"log.dir={tmp_path}"]))
-            assert "rewards.mine scores two pictures differently when they come in the other order" in (
-                capsys.readouterr().err
-            )
+        assert not list(tmp_path.glob("*/metrics.jsonl"))
+
+    @pytest.mark.parametrize(("amount", "ok"), [("3", False), ("0.1", None), ("0", True)])
+    def test_a_reward_of_chance(self, tmp_path: Path, monkeypatch, amount: str, ok: bool | None, capsys):
+        """It is wrong where it drowns what pictures differ in, and said where it shows."""
+        (tmp_path / "lucky.py").write_text(
+            "import torch\n"
+            "from arborl.worlds.mixture import place\n"
+            "def lucky(images, prompts, columns):\n"
+            f"    return place(images, prompts, columns) + {amount} * torch.rand(len(prompts))\n"
+        )
+        sys.modules.pop("lucky", None)
+        monkeypatch.syspath_prepend(tmp_path)
+        chosen = [*QUICK, "rewards=none", "rewards.mine.fn=lucky:lucky"]
+        found = findings(chosen)["reward mine"]
+        assert found.ok is ok, found
+        assert ("differently each time" in found.measured) == (ok is not True)
+        config = load_config("mixture", [*chosen, "train.epochs=0", f"log.dir={tmp_path}"])
+        if ok is None:  # three pictures of noise may differ by more, or by less
+            return
+        if not ok:
+            with pytest.raises(
+                InputError, match=r"^rewards.mine: the same pictures score up to .* differently each time"
+            ):
+                train(config)
+            assert not list(tmp_path.glob("*/metrics.jsonl"))
+        else:
+            train(config)
+            assert "not the same twice" not in capsys.readouterr().err
 
     def test_a_reward_that_does_not_answer_or_tells_nothing(self, tmp_path: Path, monkeypatch):
         (tmp_path / "silent.py").write_text(

@@ -401,7 +401,7 @@ class Broken(MixtureModel):
 
 
 def often(images: torch.Tensor, prompts: list[str], columns: dict[str, list[object]]) -> torch.Tensor:
-    """Fails on three of four leaves; not on the two pictures that it is tried on."""
+    """Fails on three of four leaves; not on the pictures that it is tried on."""
     if len(images) == 8 and next(often.calls) % 4:
         raise RuntimeError("not today")
     return images.flatten(1).mean(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from arborl.cli import main
+from arborl.run.trees import TreeFile
 
 from conftest import ROOT
 
@@ -149,7 +150,7 @@ BAD = {
     "a module that is not there": ([*OWN, "rewards.x.fn=no.module:f"], ["rewards.x.fn=no.module:f", "cannot import"]),
     "a function that is not there": ([*OWN, "rewards.x.fn=own_rewards:nose"], ["own_rewards has no 'nose'", "good"]),
     "a reward that is no function": ([*OWN, "rewards.x.fn=own_rewards:number"], ["has no 'number'"]),
-    "wrong shape": ([*OWN, "rewards.x.fn=own_rewards:matrix"], ["rewards.x.fn", "(2, 2)", "(2,)"]),
+    "wrong shape": ([*OWN, "rewards.x.fn=own_rewards:matrix"], ["rewards.x.fn", "(3, 2)", "(3,)"]),
     "wrong dtype": ([*OWN, "rewards.x.fn=own_rewards:integers"], ["rewards.x.fn", "int64", "float"]),
     "wrong type of answer": ([*OWN, "rewards.x.fn=own_rewards:a_list"], ["rewards.x.fn", "list"]),
     "infinite scores": ([*OWN, "rewards.x.fn=own_rewards:infinite"], ["rewards.x.fn", "infinite"]),
@@ -180,7 +181,7 @@ BAD = {
     "half a model": (["model.family=own_rewards:HalfAModel"], ["model.family", "lacks decode, predict"]),
     "a model of before": (["model.family=own_rewards:OfBefore"], ["overrides own_shift", "default_shift"]),
     "a model that is none": (["model.family=own_rewards:good"], ["model.family=own_rewards:good", "subclass"]),
-    "a model of grey pictures": (["model.family=own_rewards:Grey"], ["model", "(2, 1, 32, 32)", "N×3×H×W"]),
+    "a model of grey pictures": (["model.family=own_rewards:Grey"], ["model", "(3, 1, 32, 32)", "N×3×H×W"]),
     "unknown advantage": (["advantage.name=tre"], ["advantage.name=tre", "nearest: tree", "package.module:function"]),
     "an advantage's missing module": (["advantage.name=no.module:f"], ["advantage.name=no.module:f", "cannot import"]),
     "a missing advantage": (["advantage.name=own_rewards:nose"], ["own_rewards has no 'nose'", "per_edge"]),
@@ -281,14 +282,23 @@ def test_a_run_folder_holds_everything(here, capsys):
 
 def test_scores_that_are_missing_are_masked_and_counted_never_zero(here, capsys):
     run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:half")
+    assert capsys.readouterr().err.count("warning: rewards.x answered NaN, no score, for some leaves") == 1
     row = metrics(here / "runs" / "x")[0]
     assert row["reward_failed"] == 16
     assert row["reward"] > 0.01
     assert row["edges"] > 0
 
 
-def test_no_score_at_all_trains_nothing_and_says_so(here, capsys):
-    run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:never")
+def test_no_score_at_all_ends_the_run(here, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *SHORT, *OWN, "rewards.x.fn=own_rewards:never"])
+    assert stopped.value.code == 2
+    error = "error: rewards.x: answered NaN, no score, for 32 of the 32 leaves of epoch 0; allowed: more of them"
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(error)
+
+
+def test_no_score_at_all_trains_nothing_and_says_so_where_it_is_allowed(here, capsys):
+    run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:never", "train.max_failed=1")
     row = metrics(here / "runs" / "x")[0]
     assert (row["reward"], row["reward_failed"], row["steps"]) == (None, 32, 0)
     assert capsys.readouterr().err.count("no leaf got a score") == 1
@@ -312,11 +322,27 @@ def test_columns_of_the_prompt_file_reach_the_reward(here, capsys):
     assert metrics(here / "runs" / "x")[0]["reward"] == 1.5
 
 
-def test_several_rewards_with_weights(here, capsys):
-    run_ok("train", *SHORT, "rewards.bright.fn=brightness", "rewards.bright.weight=0.5", "rewards.size.fn=jpeg")
+@pytest.mark.parametrize("how", ["zscore", "sum"])
+def test_several_rewards_with_weights(here, capsys, how: str):
+    """However they are combined, the reward is their plain sum; of z-scores, the mean would be 0 whatever is learnt."""
+    settings = ["rewards.bright.fn=brightness", "rewards.bright.weight=0.5", "rewards.size.fn=jpeg"]
+    run_ok("train", *SHORT, *settings, f"advantage.combine={how}", "log.record_every=1")
+    for row in metrics(here / "runs" / "x")[:2]:
+        mean = {name: row[f"rewards/{name}/mean"] for name in ("place", "bright", "size")}
+        assert row["reward"] == pytest.approx(mean["place"] + 0.5 * mean["bright"] + mean["size"], abs=1e-6)
+        assert row["reward_stderr"] > 0
+        tree = TreeFile.load(here / "runs" / "x" / "trees" / f"epoch_{row['epoch']:06}.json")
+        total = float(tree.scores["total"].mean())
+        assert total == pytest.approx(0, abs=1e-6) if how == "zscore" else abs(total) > 0.01, "what is trained on"
+        assert (row.get("reward_zscored_std", 0) > 0.1) == (how == "zscore")
+
+
+def test_a_single_reward_is_itself(here, capsys):
+    run_ok("train", *SHORT)
     row = metrics(here / "runs" / "x")[0]
-    assert {"rewards/place/mean", "rewards/bright/mean", "rewards/size/mean"} <= row.keys()
-    assert row["reward"] == pytest.approx(0, abs=1e-4), "z-scores sum to zero over a prompt's leaves"
+    assert row["reward"] == row["rewards/place/mean"]
+    assert row["reward_stderr"] == row["rewards/place/stderr"]
+    assert "reward_zscored_std" not in row
 
 
 def test_eval_and_sample_from_a_run(here, capsys):

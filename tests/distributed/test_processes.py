@@ -249,7 +249,7 @@ def test_a_rank_that_fails_stops_all(tmp_path: Path, shard: str):
     """While it encodes, samples, decodes or learns: the error is told once, and what is whole is kept."""
     faults = [("draw", 1, 60, "no such noise"), ("learn", 1, 3, "no such gradient")]
     if shard == "no":  # it makes no difference to the others
-        faults += [("encode", 0, 4, "no such word"), ("decode", -1, 4, "no such picture")]
+        faults += [("encode", 0, 4, "no such word"), ("decode", -1, 5, "no such picture")]
     for fault, rank, at, text in faults:
         ended = failing(tmp_path / fault, fault, rank, at, f"train.shard={shard}")
         run, first = tmp_path / fault / "runs" / "x", max(rank, 0)
@@ -378,9 +378,9 @@ second = os.environ["RANK"] == "1"
 calls = 0
 
 def call(prompts):
-    "Which it is of those that a run makes; before that it tries two pictures."
+    "Which it is of those that a run makes; before that it tries three pictures."
     global calls
-    calls += len(prompts) > 2
+    calls += len(prompts) > 3
     return calls
 
 def nan(images, prompts, columns):
@@ -418,6 +418,13 @@ def test_a_rank_without_a_single_score_hangs_nobody(tmp_path: Path):
     assert [each.code for each in ended] == [0, 0], ended
     row = timeless(tmp_path / "runs" / "x")[0]
     assert (row["reward_failed"], row["steps"], row["parents"]) == (32, 2, 30)
+
+
+def test_a_rank_without_a_single_score_may_be_too_many(tmp_path: Path):
+    ended = rewarded(tmp_path, "nan", "train.max_failed=0.4")
+    text = "rewards.r: answered NaN, no score, for 32 of the 64 leaves of epoch 0"
+    assert ended[0].stopped_with(f"error: {text}")
+    assert f"stopped on rank 1: rank 0 failed (InputError: {text}" in ended[1].said
 
 
 def test_ranks_that_name_parts_in_another_order_and_fail_now_and_then(tmp_path: Path):

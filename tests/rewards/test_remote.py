@@ -192,6 +192,8 @@ def reward(images, prompts, columns):
         return mean * 0 + len(calls)
     if kind == "raise":
         raise RuntimeError("out of\\nluck")
+    if kind == "exit":
+        raise SystemExit(0)
     if kind == "parts":
         return {"mean": mean, "extra": torch.tensor([float("nan" if e is None else e) for e in columns["extra"]])}
     if kind == "empty":
@@ -894,6 +896,7 @@ class TestServer:
         ("kind", "problem"),
         [
             ("raise", "the reward failed: RuntimeError: out of"),
+            ("exit", "the reward failed: SystemExit: 0"),
             ("inf", "infinite score"),
             ("short", r"float32 \(1,\), not a float tensor of shape \(2,\)"),
             ("ints", "int64"),
@@ -996,14 +999,14 @@ class TestRuns:
                 assert there["rewards/mine/failed"] == 0
 
     def test_goes_on_with_the_other_server_when_one_dies(self, here: Path):
-        with served("served:mortal", here, calls=3) as first, served("served:mortal", here) as second:
+        with served("served:mortal", here, calls=7) as first, served("served:mortal", here) as second:
             assert self.run(f"rewards.mine.url=[{first},{second}]", "rewards.mine.batch_size=4") == 0
         found = self.rows(here)
         assert [row["epoch"] for row in found] == [0, 1, 2, 3, 4]
         assert all(row["rewards/mine/failed"] == 0 for row in found[:-1])
 
     def test_stops_with_a_line_when_none_is_left_and_goes_on_later(self, here: Path, capsys: Any):
-        with served("served:mortal", here, calls=5) as url:
+        with served("served:mortal", here, calls=9) as url:
             assert self.run(f"rewards.mine.url={url}") == 2
         lines = capsys.readouterr().err.strip().splitlines()
         assert [line for line in lines if line.startswith("error")] == lines[-1:]

@@ -72,10 +72,12 @@ def rewards_check(
 ) -> None:
     """Score one picture and print score and time.
 
+    Then score it and darker ones again, the other way round and alone: a reward that gives them other scores is wrong.
     REWARD is a name in the list, or package.module:function. Its settings are rewards.<name>.KEY=VALUE.
 
     Example: arborl rewards check jpeg
     """
+    from ..rewards.consistency import STEADY
     from ..rewards.inspect import try_out
 
     config = load_config(config_name or "tree", overrides)
@@ -84,11 +86,15 @@ def rewards_check(
     scores = {name: number_or_null(score) for name, score in found.scores.items()}
     if as_json:
         click.echo(json.dumps({"scores": scores, "load_seconds": found.load, "score_seconds": found.again}))
-        return
-    for name, score in scores.items():
-        out.print(f"{name}: {'no score' if score is None else f'{score:.6g}'}")
-    what = f"one picture of {found.size} on {found.device}"
-    out.print(f"{what}: {found.load:.2f} s the first time, {found.again:.3f} s the next")
+    else:
+        for name, score in scores.items():
+            out.print(f"{name}: {'no score' if score is None else f'{score:.6g}'}")
+        what = f"one picture of {found.size} on {found.device}"
+        out.print(f"{what}: {found.load:.2f} s the first time, {found.again:.3f} s the next")
+    if found.fault:
+        raise found.fault
+    if found.noise:
+        click.echo(f"warning: {found.noise}; better: {STEADY}", err=True)
 
 
 @app.command()

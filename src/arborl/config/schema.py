@@ -275,7 +275,8 @@ class TrainConfig:
     )
     max_failed: float = knob(
         0.5,
-        "Stop when a reward fails on more than this share of an epoch's leaves; until then they are left out.",
+        "Stop when a reward fails on, or answers NaN for, more than this share of an epoch's leaves; until then they "
+        "are left out.",
         low=0,
         high=1,
     )

@@ -25,6 +25,7 @@ from ..models import Model
 from ..models.compile import uncompiled
 from ..rewards import Rewards
 from ..rewards.base import describe_failure
+from ..rewards.consistency import STEADY, examine
 from .batches import batches, settled
 from .rollout import Rollout
 
@@ -245,45 +246,37 @@ def check_rewards(rewards: Rewards, images: Tensor, prompts: Prompts) -> list[Fi
 def _answer(rewards: Rewards, name: str, images: Tensor, prompts: Prompts) -> Finding:
     function, count = rewards.functions[name], len(images)
     only = Rewards({name: function}, {name: 1.0})
+    seconds: list[float] = []  # of each call
 
     def ask(index: list[int], texts: list[int] | None = None) -> Tensor:
-        some = prompts.take(texts or index)
-        return only(images[index], some.texts, some.columns, strict=True).scores[name].double()
+        start, some = time.perf_counter(), prompts.take(texts or index)
+        scores = only(images[index], some.texts, some.columns, strict=True).scores[name].double()
+        seconds.append(time.perf_counter() - start)
+        return scores
 
     what, everyone = f"reward {name}", list(range(count))
     try:
-        ask(everyone)  # the first call may load weights
-        start = time.perf_counter()
-        scores = ask(everyone)
-        seconds = time.perf_counter() - start
-        again, turned, alone = ask(everyone), ask(everyone[::-1]).flip(0), ask([0])
+        found = examine(ask, count)
         # Pictures are given to one another's prompts, where there are two.
         other = [next((j for j in everyone if prompts.texts[j] != prompts.texts[i]), i) for i in everyone]
         swapped = ask(everyone, other) if other != everyone else None
     except Exception as error:  # noqa: BLE001 (anyone's code; what it raised is the finding)
         return Finding(what, f"does not answer ({describe_failure(error)})", False, "see arborl rewards check")
+    scores = found.scores
     known = scores[~scores.isnan()]
     if not len(known):
         return Finding(what, f"has no score for any of {count} pictures", False, "see arborl rewards check")
-    spread = float(known.std(correction=0))
-    said = f"{float(known.mean()):.4g} ± {spread:.2g} on {count} pictures, {1000 * seconds / count:.3g} ms each"
-
-    def far(one: Tensor, two: Tensor) -> float:
-        return float((one - two).abs().nan_to_num(0).max())
-
-    chance = far(scores, again)
-    # Half precision rounds differently in calls of another size, too.
-    allowed = max(0.05 * spread, 1e-3 * float(known.abs().max()), 2 * chance)
-    order = max(far(scores, turned), far(scores[:1], alone))
+    each = 1000 * seconds[1] / count  # the first call may load weights
+    said = f"{float(known.mean()):.4g} ± {found.spread:.2g} on {count} pictures, {each:.3g} ms each"
     said += f", {len(scores) - len(known)} without a score" if len(known) < len(scores) else ""
-    if order > allowed:
-        said += f"; the same pictures in another order, or alone, score up to {order:.2g} differently"
-        return Finding(what, said, False, "it must score picture i by prompt i and by nothing else in the call")
-    if spread < 1e-6:
+    if found.fault:
+        problem, right = found.fault
+        return Finding(what, f"{said}; {problem}", False, right)
+    if found.spread < 1e-6:
         return Finding(what, f"{said}; all alike", False, "it cannot tell these pictures apart, so it teaches nothing")
-    said += f"; the same call again differs by {chance:.1e}" if chance > 1e-4 * float(known.abs().max()) else ""
-    said += "; it does not look at the prompt" if swapped is not None and far(scores, swapped) <= allowed else ""
-    return Finding(what, said, True)
+    if swapped is not None and found.same_as(swapped):
+        said += "; it does not look at the prompt"
+    return Finding(what, f"{said}; {found.noise}", None, STEADY) if found.noise else Finding(what, said, True)
 
 
 class Spread(NamedTuple):

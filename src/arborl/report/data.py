@@ -78,8 +78,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
 
 
 def _short(value: float | None) -> float | None:
-    """Eight significant digits; JSON has no NaN."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    """Eight significant digits; JSON has no NaN and no infinity."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return value if isinstance(value, int) else float(f"{value:.8g}")
 

@@ -28,6 +28,8 @@ NaN is "no score": the leaf is masked, never counted as 0. Named parts are avera
 """
 
 
+LARGEST = 1e15
+"""The largest score in size: spreads are sums of squares, which float32 has to hold."""
 RESERVED = ("pictures", "total")
 """Names that metrics and tree files use beside those of rewards."""
 
@@ -102,7 +104,7 @@ class Rewards:
         return {name: -1.0 if self.weights[name] < 0 else 1.0 for name in self.functions}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns, strict: bool = False) -> Answers:
-        """Every reward's scores of some pictures.
+        """Every reward's scores of some pictures, each from pictures of its own: one may write into what it is given.
 
         A reward that raises has no score for them: it is anyone's code, and may be on another machine. What is wrong
         with it for good, such as a result of the wrong shape, still ends the run; `strict`, so does everything.
@@ -112,12 +114,15 @@ class Rewards:
         broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
         for name, function in self.functions.items():
             try:
-                answer = function(images, prompts, columns)
+                own = {field: list(values) for field, values in columns.items()}
+                answer = function(images.clone(), list(prompts), own)
             except InputError:
                 raise
-            except Exception as error:
-                if strict:
+            except (Exception, SystemExit) as error:  # sys.exit would end the run as if all were well
+                if strict and isinstance(error, Exception):
                     raise
+                if strict:
+                    raise RewardFailed(describe_failure(error)) from None
                 failed[name] = Failures(len(prompts), describe_failure(error))
                 scores |= {part: torch.full((len(prompts),), torch.nan) for part in self.names.get(name, [name])}
                 continue
@@ -131,19 +136,39 @@ class Rewards:
     def combine(
         self, parts: dict[str, Float[Tensor, "prompts leaves"]], failures: dict[str, Failures] | None = None
     ) -> Scores:
-        weighed = {name: parts[name] for name in self.functions if self.weights[name]}
+        weighed = self._weighed(parts)
         none = torch.full_like(next(iter(parts.values())), torch.nan)  # where rewards are only looked at
         return Scores(parts, combine(weighed, self.weights, self.combine_how) if weighed else none, failures or {})
+
+    def _weighed(self, parts: dict[str, Float[Tensor, "prompts leaves"]]) -> dict[str, Float[Tensor, "prompts leaves"]]:
+        """The scores of the rewards that are trained."""
+        return {name: parts[name] for name in self.functions if self.weights[name]}
+
+    def plain_sum(self, parts: dict[str, Float[Tensor, "prompts leaves"]]) -> Float[Tensor, "prompts leaves"] | None:
+        """The sum of scores by weight, where what is optimised is a sum of z-scores; None elsewhere."""
+        weighed = self._weighed(parts)
+        several = self.combine_how == "zscore" and len(weighed) > 1
+        return combine(weighed, self.weights, "sum") if several else None
 
 
 def _named(name: str, answer: object, count: int) -> list[tuple[str, Float[Tensor, " n"]]]:
     """A reward's answer by name, its parts by `reward/part`."""
     if not isinstance(answer, Mapping):
         return [(name, _checked(name, answer, count))]
+    for part in answer:
+        _check_part(name, part)
     parts = [(f"{name}/{part}", _checked(f"{name}/{part}", values, count)) for part, values in answer.items()]
     if not parts:
         raise InputError(f"rewards.{name}.fn", None, "returned an empty dict", "named tensors of scores")
     return [(name, torch.stack([values for _, values in parts]).mean(0)), *parts]
+
+
+def _check_part(name: str, part: object) -> None:
+    """A part's name goes into metrics, files and the terminal."""
+    text = str(part)
+    if not text or not text.isprintable() or {*text} & {*"[]"}:
+        problem = "cannot be the name of a part"
+        raise InputError(f"rewards.{name}.fn", text or "''", problem, "printable characters other than [ and ]")
 
 
 def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
@@ -158,12 +183,15 @@ def _checked(name: str, scores: object, count: int) -> Float[Tensor, " n"]:
         raise InputError(key, None, f"returned shape {tuple(scores.shape)} for {name}", allowed)
     if not scores.dtype.is_floating_point:
         raise InputError(key, None, f"returned {scores.dtype} for {name}", allowed)
-    if scores.isinf().any():
-        raise InputError(key, None, f"returned an infinite score for {name}", "finite scores, or NaN for no score")
-    return scores.detach().float().cpu()
+    values = scores.detach().float().cpu()
+    if (values.abs() > LARGEST).any():
+        what = "an infinite score" if scores.isinf().any() else "a score too large to count with"
+        allowed = f"finite scores, at most {LARGEST:.0e} in size, or NaN for no score"
+        raise InputError(key, None, f"returned {what} for {name}", allowed)
+    return values
 
 
-def describe_failure(error: Exception) -> str:
+def describe_failure(error: BaseException) -> str:
     """An exception in one line, with the place it was raised at; of a `RewardFailed` its text."""
     if isinstance(error, RewardFailed):
         return str(error)

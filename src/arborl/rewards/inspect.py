@@ -15,8 +15,12 @@ from ..core.errors import InputError, first_line
 from ..tools.imports import import_object
 from .base import Reward, Rewards, make_reward
 from .catalog import BUILT_IN
+from .consistency import Consistency, examine, unlike
+from .neural import NetworkReward
 
 SIDE, FRAMES = 512, 17
+OTHERS = ["a cat", "two dogs at the sea"]
+"""Prompts beside that of a drawn picture, for a reward that is to take any."""
 
 
 class Availability(NamedTuple):
@@ -52,19 +56,38 @@ class TryOut(NamedTuple):
     again: float  # seconds of the next
     size: str
     device: str
+    noise: str  # what it does by chance, if that shows
+    fault: InputError | None  # the part of its contract that it breaks
 
 
 def try_out(
     spec: str, config: Config, picture: Path | None = None, prompt: str | None = None, device: str | None = None
 ) -> TryOut:
-    """Score one picture, the user's or one that is drawn for it, twice."""
+    """Score one picture, the user's or one that is drawn for it, twice; then it and darker ones in several ways."""
     name, reward = named(spec, config)
     image, text = example(spec if spec in BUILT_IN else name, reward)
+    takes_any = prompt is None and spec not in BUILT_IN and not hasattr(reward, "example")
     image, text = image if picture is None else read_picture(picture), text if prompt is None else prompt
     where = usable(device)
     load, _ = _timed(name, reward, image, text, where)
     again, scores = _timed(name, reward, image, text, where)
-    return TryOut(scores, load, again, "×".join(str(side) for side in reversed(image.shape[-2:])), str(where))
+    size = "×".join(str(side) for side in reversed(image.shape[-2:]))
+    noise, fault = "", None
+    if not isinstance(reward, NetworkReward):  # which on a CPU takes seconds a picture, and tests hold to this
+        prompts = [text, *(OTHERS if takes_any else [text, text])]
+        found = _consistency(name, reward, image.to(where), prompts)
+        noise, fault = found.noise, InputError(f"rewards.{name}", None, *found.fault) if found.fault else None
+    return TryOut(scores, load, again, size, str(where), noise, fault)
+
+
+def _consistency(name: str, reward: Reward, image: Tensor, prompts: list[str]) -> Consistency:
+    """How a reward answers for a picture in three exposures."""
+    pictures = unlike(torch.stack([_as_given(reward, image)] * 3))
+
+    def ask(index: list[int]) -> Tensor:
+        return _scored(name, reward, pictures[index], [prompts[i] for i in index])[name].double()
+
+    return examine(ask, len(pictures))
 
 
 def warm_up(name: str, reward: Reward, device: torch.device) -> None:
@@ -75,13 +98,22 @@ def warm_up(name: str, reward: Reward, device: torch.device) -> None:
 def _timed(
     name: str, reward: Reward, image: Tensor, prompt: str, device: torch.device
 ) -> tuple[float, dict[str, float]]:
-    if getattr(reward, "of_videos", False):
-        image = image[None].expand(FRAMES, -1, -1, -1)
+    image = _as_given(reward, image).to(device)
     start = time.perf_counter()
-    scores, lost = Rewards({name: reward}, {name: 1.0})(image[None].to(device), [prompt], {})
+    scores = _scored(name, reward, image[None], [prompt])
+    return time.perf_counter() - start, {part: float(values[0]) for part, values in scores.items()}
+
+
+def _as_given(reward: Reward, image: Tensor) -> Tensor:
+    """A picture; or a video that stands still, for a reward of videos."""
+    return image[None].expand(FRAMES, -1, -1, -1) if getattr(reward, "of_videos", False) else image
+
+
+def _scored(name: str, reward: Reward, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    scores, lost = Rewards({name: reward}, {name: 1.0})(images, prompts, {})
     if lost:
         raise InputError(f"rewards.{name}", None, lost[name].why)
-    return time.perf_counter() - start, {part: float(values[0]) for part, values in scores.items()}
+    return scores
 
 
 def usable(device: torch.device | str | None) -> torch.device:

@@ -266,7 +266,7 @@ def answer(reward: Reward, items: list[Item], device: torch.device) -> dict[str,
             scores |= {item.id: score for item, score in zip(group, found, strict=True)}
         if len({tuple(score) if isinstance(score, dict) else None for score in scores.values()}) > 1:
             raise ValueError("the reward's parts differ with the size of the picture")
-    except Exception as error:  # noqa: BLE001 (whatever it is, the client gets a 500 and the next one is served)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever it is, the client gets a 500 and the next is served)
         traceback.print_exc()
         first = next(iter(str(error).splitlines()), "")
         raise HTTPException(500, f"the reward failed: {type(error).__name__}: {first}") from None

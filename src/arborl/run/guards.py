@@ -3,14 +3,13 @@
 import math
 from dataclasses import dataclass, field
 
-import torch
 from accelerate import Accelerator
 
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import LocalPrompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather, gather_strings
+from ..distributed.gather import gather, gather_strings, sum_ranks
 from ..engine.checks import check_spread, check_transitions, groups_of_leaves, ratio_bound, recheck_steps, spread_of
 from ..engine.rollout import Rollout
 from ..engine.update import Stats
@@ -40,18 +39,32 @@ class Guards:
         return not self.update_checked
 
     def check_rewards(self, scores: Scores, local: LocalPrompts, epoch: int) -> None:
-        """A reward that fails too often stops the run, on all ranks and before anything is learnt from the rest."""
+        """A reward that gives too many leaves no score stops the run, on all ranks and before anything is learnt from
+        the rest. It may have failed on them, or have answered NaN.
+        """
         leaves = local.total * scores.total.shape[1]
         for name in self.rewards.trained.functions:
             mine = scores.failures.get(name)
-            lost = int(gather(torch.tensor([float(mine.pictures if mine else 0)]), self.accelerator).sum())
-            why = "; ".join(gather_strings([mine.why] if mine else [], self.accelerator)[:2]) if lost else ""
+            failed = int(sum_ranks(float(mine.pictures if mine else 0), self.accelerator))
+            why = "; ".join(gather_strings([mine.why] if mine else [], self.accelerator)[:2]) if failed else ""
+            known = scores.parts.get(name)
+            none = 0 if known is None else int(known[: local.num_real].isnan().sum())
+            lost = max(failed, int(sum_ranks(float(none), self.accelerator)))
             if lost > self.config.train.max_failed * leaves and self.rewards.weights[name]:
                 problem = f"failed on {lost} of the {leaves} leaves of epoch {epoch} ({why})"
+                if not failed:
+                    problem = f"answered NaN, no score, for {lost} of the {leaves} leaves of epoch {epoch}"
+                elif lost > failed:
+                    problem = (
+                        f"has no score for {lost} of the {leaves} leaves of epoch {epoch}: {failed} failed ({why})"
+                    )
                 error = InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
                 raise self.coordinator.raised_by_all(error)
-            if lost:
+            if failed:
                 self.logger.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
+            if lost > failed:
+                text = "answered NaN, no score, for some leaves; such leaves are left out and counted"
+                self.logger.warn_once(f"rewards.{name} {text}")
 
     def check_decoder(self, rollout: Rollout, local: LocalPrompts) -> None:
         """Once, at a run's first epoch: does the decoder draw what it draws in full precision?"""

@@ -1,6 +1,7 @@
 """Inputs of a run: rewards and prompts, found and checked before anything is written."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from ..data.prompts import PromptLists, Prompts, hold_out, load_prompts
 from ..models import Model, model_class
 from ..rewards import Rewards, rewards_of
 from ..rewards.base import RewardFailed
+from ..rewards.consistency import Consistency, examine, unlike
 
 T = TypeVar("T")
 
@@ -70,38 +72,34 @@ def evaluation_prompts(config: Config, family: type[Model]) -> Prompts:
 
 @torch.no_grad()
 def probe(model: Model, rewards: Rewards, prompts: Prompts) -> list[str]:
-    """Score two pictures of pure noise, so that a reward that does not keep its contract is known before the run.
+    """Score three pictures of pure noise, so that a reward that does not keep its contract is known before the run.
 
     What looks wrong but may be meant is returned, a line each.
     """
-    two = prompts.take([0, len(prompts) - 1])
-    noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=model.device))
-    pictures = torch.cat([model.decode(part) for part in noise.split(1)])
-    if pictures.shape[-3:-2] != (3,) or pictures.ndim != 4 + model.video:
+    some = prompts.take([0, len(prompts) // 2, len(prompts) - 1])
+    noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0], [2, 0, 0]], device=model.device))
+    decoded = torch.cat([model.decode(part) for part in noise.split(1)])
+    if decoded.shape[-3:-2] != (3,) or decoded.ndim != 4 + model.video:
         allowed = "N×F×3×H×W" if model.video else "N×3×H×W"
-        raise InputError("model", None, f"its decoder returned shape {tuple(pictures.shape)} for 2 latents", allowed)
-    if not pictures.isfinite().all():
+        raise InputError("model", None, f"its decoder returned shape {tuple(decoded.shape)} for 3 latents", allowed)
+    if not decoded.isfinite().all():
         raise InputError("model", None, "its decoder returned pictures that are not finite", "see arborl doctor")
+    found = {name: _consistency(rewards, name, unlike(decoded), some) for name in rewards.functions}
+    return [f"rewards.{name} is not the same twice: {one.noise}" for name, one in found.items() if one.noise]
 
-    def ask(index: list[int]) -> dict[str, torch.Tensor]:
-        some = two.take(index)
-        found = rewards(pictures[index], some.texts, some.columns, strict=True).scores
-        return {name: found[name][index] for name in rewards.functions}  # by picture again
+
+def _consistency(rewards: Rewards, name: str, pictures: torch.Tensor, prompts: Prompts) -> Consistency:
+    """How one reward answers; an error if it breaks its contract."""
+    only = replace(rewards, functions={name: rewards.functions[name]})
+
+    def ask(index: list[int]) -> torch.Tensor:
+        some = prompts.take(index)
+        return only(pictures[index], some.texts, some.columns, strict=True).scores[name].double()
 
     try:
-        scores, turned = ask([0, 1]), ask([1, 0])
-        apart = [name for name in scores if _differ(scores[name], turned[name])]
-        again = ask([0, 1]) if apart else scores  # one that differs from call to call anyway says nothing here
+        found = examine(ask, len(pictures))
     except RewardFailed as error:
-        raise InputError("rewards", None, str(error)) from None
-    return [
-        f"rewards.{name} scores two pictures differently when they come in the other order, with their prompts: it "
-        "must score picture i by prompt i and by nothing else in the call"
-        for name in apart
-        if not _differ(scores[name], again[name])
-    ]
-
-
-def _differ(one: torch.Tensor, two: torch.Tensor) -> bool:
-    allowed = torch.maximum(0.05 * (one[0] - one[1]).abs(), 1e-3 * one.abs().max())
-    return bool(((one - two).abs() > allowed).any())
+        raise InputError(f"rewards.{name}", None, str(error)) from None
+    if found.fault:
+        raise InputError(f"rewards.{name}", None, *found.fault)
+    return found

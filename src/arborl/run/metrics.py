@@ -18,17 +18,28 @@ from ..rewards import Rewards, Scores
 def score_metrics(
     scores: Scores, diversity: Tensor, rewards: Rewards, prompts: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Of the epoch's leaves on all ranks: the score that is optimised, each reward and part, how far leaves differ."""
+    """Of the epoch's leaves on all ranks: the reward, each reward and part of it, how far leaves differ.
+
+    The reward is the score that is optimised; but of several that are z-scored, whose mean is always 0, their plain sum
+    by weight.
+    """
     total = gather(scores.total.float(), accelerator)[:prompts]
+    unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
+    parts = {
+        name: gather(scores.parts.get(name, unknown), accelerator)[:prompts]
+        for name in gather_strings([*scores.parts], accelerator)
+    }
+    plain = rewards.plain_sum(parts)
+    shown = total if plain is None else plain.float()
     values = {
-        "reward": float(total.nanmean()),
-        "reward_stderr": stderr(total),
-        "reward_std": float(std(total).nanmean()),
+        "reward": float(shown.nanmean()),
+        "reward_stderr": stderr(shown),
+        "reward_std": float(std(shown).nanmean()),
         "reward_failed": float(total.isnan().sum()),
     }
-    unknown = torch.full_like(scores.total, torch.nan, dtype=torch.float32)
-    for name in gather_strings([*scores.parts], accelerator):
-        found = gather(scores.parts.get(name, unknown), accelerator)[:prompts]
+    if plain is not None:
+        values["reward_zscored_std"] = float(std(total).nanmean())
+    for name, found in parts.items():
         part = found.flatten()
         values |= {f"rewards/{name}/mean": float(part.nanmean()), f"rewards/{name}/std": float(std(part))}
         values[f"rewards/{name}/stderr"] = stderr(found)

@@ -103,7 +103,7 @@ def facts(metrics: Mapping[str, float]) -> list[str]:
     """An epoch's numbers in words, the most important first."""
     names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     names = [name.split("/")[1] for name in names if name.count("/") == 2]
-    if len(names) > 1:  # the score that is optimised is a sum of z-scores, which says little
+    if len(names) > 1:  # their sum by weight says less than each of them
         found = [f"{name} {metrics[f'rewards/{name}/mean']:.4f}" for name in names]
     else:
         found = [f"reward {metrics['reward']:.4f}"]

@@ -101,6 +101,7 @@ function watchSection(host, data) {
   }
   shown += lineChart(grid, { title: "diversity of a prompt's leaves", height: 170, bounds: watch.bounds.diversity, series: [{ name: "training leaves", points: pointsOf(metrics, "diversity"), colour: INK[4] }] });
   shown += lineChart(grid, { title: "spread of scores within a prompt", height: 170, series: [{ name: "training leaves", points: pointsOf(metrics, "reward_std"), colour: INK[4] }] });
+  shown += lineChart(grid, { title: "the same of the z-scored sum", height: 170, series: [{ name: "training leaves", points: pointsOf(metrics, "reward_zscored_std"), colour: INK[4] }] });
   return shown > 0;
 }
 

@@ -1,0 +1,86 @@
+"""Whether a reward scores each picture by its prompt alone: the same each time, in any order and any company."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+REPEATED, ROUNDING = 1e-3, 1e-2
+"""Shares of the largest score that rounding in half precision may change: in the same call again; in calls of another
+size or order, whose kernels may differ.
+"""
+NOTICEABLE, TOO_MUCH = 0.1, 0.5
+"""Shares of the spread between pictures: up to the first nobody minds a difference; chance beyond the second drowns
+what the pictures differ in.
+"""
+
+
+class Consistency(NamedTuple):
+    """A reward's scores of some pictures, and how far they are from those of the same pictures asked for otherwise."""
+
+    scores: Float[Tensor, " n"]
+    spread: float  # standard deviation between the pictures
+    chance: float  # largest difference between two equal calls
+    company: float  # and to the same pictures in another order, or alone
+
+    @property
+    def peak(self) -> float:
+        return float(self.scores.abs().nan_to_num(0).max())
+
+    @property
+    def noise(self) -> str:
+        """What it does by chance, if that shows; empty otherwise."""
+        if self.chance <= max(NOTICEABLE * self.spread, REPEATED * self.peak):
+            return ""
+        apart = max(self.chance, self.company)
+        return f"the same pictures score up to {apart:.2g} differently each time, and differ by {self.spread:.2g}"
+
+    @property
+    def fault(self) -> tuple[str, str] | None:
+        """What is wrong, and what would be right."""
+        if self.noise:
+            drowned = max(self.chance, self.company) > TOO_MUCH * self.spread
+            return (self.noise, STEADY) if drowned else None
+        if self.company > self._allowed:
+            problem = f"the same pictures in another order, or alone, score up to {self.company:.2g} differently"
+            return problem, "picture i scored by prompt i and by nothing else in the call"
+        return None
+
+    @property
+    def _allowed(self) -> float:
+        """The difference that rounding explains, or chance."""
+        return max(NOTICEABLE * self.spread, ROUNDING * self.peak, 2 * self.chance)
+
+    def same_as(self, others: Float[Tensor, " n"]) -> bool:
+        """Whether other scores are these but for rounding and chance."""
+        return _far(self.scores, others) <= self._allowed
+
+
+STEADY = "one score for a picture and its prompt: its network in eval mode, and what it draws seeded by the picture"
+
+
+def examine(ask: Callable[[list[int]], Float[Tensor, " n"]], count: int) -> Consistency:
+    """Ask for the scores of `count` pictures that differ: twice, the other way round, and for three of them alone."""
+    everyone, some = list(range(count)), sorted({0, count // 2, count - 1})
+    scores, again, turned = ask(everyone), ask(everyone), ask(everyone[::-1]).flip(0)
+    alone = torch.cat([ask([i]) for i in some])
+    known = scores[~scores.isnan()]
+    spread = float(known.std(correction=0)) if len(known) else 0.0
+    return Consistency(scores, spread, _far(scores, again), max(_far(scores, turned), _far(scores[some], alone)))
+
+
+def _far(one: Tensor, two: Tensor) -> float:
+    """The largest difference where both have a score."""
+    return float((one - two).abs().nan_to_num(0).max())
+
+
+EXPOSURES = 1.0, 0.75, 0.5
+
+
+def unlike(pictures: Float[Tensor, "3 *picture"]) -> Float[Tensor, "3 *picture"]:
+    """The same pictures in three exposures. Where all look alike, a score tells little of what else it looked at; and
+    an odd one's score may be so far off that no difference between the others counts.
+    """
+    return torch.stack([exposure * picture for exposure, picture in zip(EXPOSURES, pictures, strict=True)])
