@@ -44,7 +44,7 @@ def run_of(overrides: list[str], folder: Path) -> Path:
     preset = "tree" if any(text.startswith("model.path") for text in overrides) else "mixture"
     small = ["sample.num_prompts=2", "train.epochs=2", "eval.num_prompts=2", "log.trackers=[]", "log.record_every=0"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "write_report", lambda folder: folder)
+        patch.setattr(trainer, "write_report", lambda folder, summary: folder)
         return trainer.train(load_config(preset, [*small, f"log.dir={folder}", *overrides]))
 
 

@@ -43,8 +43,8 @@ from .engine.method import check_plan, make_plan, window_of, window_plans
 from .engine.rollout import Rollout, sample_trees, trained_batch
 from .engine.score import decode_and_score
 from .engine.update import update
-from .run.checkpoint import load_weights, weights_file
-from .run.resume import checkpoint_of
+from .run.checkpoint import load_weights
+from .run.resume import weights_of
 from .run.setup import Assembled, assemble, prepare, start_accelerator
 from .trainer import run_epochs
 
@@ -95,7 +95,7 @@ class Subject:
         self.model, self.state = self.parts.model, self.parts.state
         self.messages = [*self.parts.messages, *self.parts.tune_and_warm_up()]
         if run is not None:
-            load_weights(self.state.parameters, weights_file(checkpoint_of(run)))
+            load_weights(self.state.parameters, weights_of(run))
         self.device = accelerator.device
         reset_peak_memory(self.device)
         how = PromptSplit(PROMPTS_PER_PROCESS * accelerator.num_processes, PROMPTS_PER_PROCESS)

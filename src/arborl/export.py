@@ -1,12 +1,13 @@
 """A run's weights for others to use: a diffusers LoRA or pipeline, loaded again with plain diffusers and checked."""
 
+import errno
 import gc
 import hashlib
 import itertools
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from .engine.state import trainable
 from .models import load_model, lora, model_class
 from .models.pipeline import PipelineModel
 from .models.source import Source
-from .run.checkpoint import load_weights, weights_file
+from .run.checkpoint import Weights, load_weights, weights_file
+from .run.resume import weights_of
 from .run.setup import start_accelerator
+from .tools.files import kind_of, remove_abandoned, scratch
 from .tools.quiet import quiet_libraries
 
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
@@ -49,13 +52,14 @@ class Check:
 
 def export(
     config: Config,
-    checkpoint: Path,
+    run: Path,
     to: Path,
     average: bool | None,
     merge: bool,
     dtype: str,
 ) -> list[str]:
-    """Write a checkpoint's weights to the new folder `to` and check them; nothing is there unless they pass.
+    """Write the weights of a run, or of one of its checkpoints, to the new folder `to` and check them; nothing is there
+    unless they pass.
 
     A LoRA as diffusers and as ComfyUI name its layers; with `merge`, or after a full fine-tune, the pipeline. Returns
     what to tell of it.
@@ -63,40 +67,32 @@ def export(
     family = model_class(config)
     if not issubclass(family, PipelineModel):
         problem = "its model is no diffusers pipeline, so there is none to export"
-        raise InputError("run", checkpoint.parent.parent, problem)
+        raise InputError("run", run, problem)
     to = to.resolve()
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise InputError("out", to, "is there already", "a new folder")
+    if kind_of(to) and (not to.is_dir() or any(to.iterdir())):
+        raise _taken(to)
     family.check(config, may_fetch=True)
-    weights = _weights(checkpoint, average)
-    aside = to.with_name(f".{to.name}.tmp")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise InputError("out", to, f"cannot be made ({error.strerror})") from None
+    # Read now: a run that is going on may have removed the checkpoint by the time the model is loaded.
+    weights = weights_of(run, lambda checkpoint: _weights(checkpoint, average))
     # The pipeline's own noise levels, so that a plain call can be compared; and whole precision, so that it can be told
     # apart from another, unless the settings say bfloat16.
     config = replace(config, sample=replace(config.sample, sigmas="pipeline"))
     if config.model.dtype != "bfloat16":
         model, train = replace(config.model, dtype="float32"), replace(config.train, mixed_precision="no")
         config = replace(config, model=model, train=train)
-    try:
+    checkpoint, stem = weights.path.parent, weights.path.stem
+    with _beside(to) as aside:
         with _whole_float32():
             trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
             gc.collect()  # the trainer's model has left, the plain one may come
             check = _check(family, config, aside, trained, to)
-        facts = {"run": str(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": weights.stem}
+        facts = {"run": str(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": stem}
         facts |= {"base": family.path(config), "check": vars(check)}
         (aside / "export.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
         for file in aside.rglob("*.safetensors"):
             shutil.copymode(aside / "export.json", file)  # safetensors makes files that nobody else may read
-        if to.exists():
-            to.rmdir()
-        aside.rename(to)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    which = f"{'the average of the weights' if weights.stem == 'ema' else 'the weights'} of {checkpoint.name}"
+        _put(aside, to)
+    which = f"{'the average of the weights' if stem == 'ema' else 'the weights'} of {checkpoint.name}"
     what = f"all {len(trained.layers)} layers are" if trained.layers else f"all {len(trained.digests)} weights are"
     checked = (
         f"checked with plain diffusers: {what} there, and seed {check.seed} gives the trainer's own picture of "
@@ -107,6 +103,34 @@ def export(
         return [f"{to}: {which}, in a {family.pipeline} for from_pretrained", checked]
     comfyui = f"{to / COMFYUI}: the same under the names ComfyUI reads"
     return [f"{to}: {which}, a LoRA for {family.pipeline}.load_lora_weights", comfyui, checked]
+
+
+def _taken(to: Path) -> InputError:
+    return InputError("out", to, "is there already", "a new folder")
+
+
+@contextmanager
+def _beside(to: Path) -> Iterator[Path]:
+    """A folder of this process alone to write into, on the same disk."""
+    with ExitStack() as stack:
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(to.parent)
+            aside = stack.enter_context(scratch(to.parent)) / to.name
+            aside.mkdir()
+        except OSError as error:
+            raise InputError("out", to, f"cannot be made ({error.strerror})") from None
+        yield aside
+
+
+def _put(aside: Path, to: Path) -> None:
+    """In the place of nothing, or of an empty folder: another export may have been there first."""
+    try:
+        aside.rename(to)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise _taken(to) from None
 
 
 @dataclass(frozen=True)
@@ -150,7 +174,7 @@ class Trained:
 
 
 def _write(
-    family: type[PipelineModel], config: Config, weights: Path, folder: Path, dtype: torch.dtype, merge: bool
+    family: type[PipelineModel], config: Config, weights: Weights, folder: Path, dtype: torch.dtype, merge: bool
 ) -> Trained:
     """Load the trainer's model, draw its picture, and write its weights."""
     accelerator = start_accelerator(config)
@@ -215,7 +239,7 @@ def _check(family: type[PipelineModel], config: Config, folder: Path, trained: T
     if check.passed and not lost:
         return check
     numbers = itertools.count(1)
-    failed = next(path for n in numbers if not (path := to.with_name(f"{to.name}.failed-{n}")).exists())
+    failed = next(path for n in numbers if kind_of(path := to.with_name(f"{to.name}.failed-{n}")) is None)
     folder.rename(failed)
     problem = f"loaded with plain diffusers it gives another picture (pixels off by {check.largest:.1e} at most, "
     problem += f"{check.mean:.1e} on average)"

@@ -1,8 +1,10 @@
 """Pictures of some prompts, in a folder: `arborl sample`."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,12 +18,24 @@ from .models import model_class
 from .run.drawings import save_picture, sheet
 from .run.inputs import evaluation_prompts
 from .run.resume import load_for_inference
+from .tools.files import kind_of, remove_abandoned, write_atomically
+
+INDEX, SHEET = "index.jsonl", "sheet.png"
+PICTURE = re.compile(r"\d{5,}\.(png|webp)")
 
 
-def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | None, to: Path) -> str:
-    """One picture for each text (or of the prompts that the settings name), in turn up to `count`; says what it made.
+class Made(NamedTuple):
+    """What `arborl sample` says, and a row for each picture: its file, prompt and seed."""
 
-    Picture i starts from the noise that diffusers draws with seed + i.
+    message: str
+    rows: list[dict[str, Any]]
+
+
+def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | None, to: Path) -> Made:
+    """One picture for each text (or of the prompts that the settings name), in turn up to `count`.
+
+    Picture i starts from the noise that diffusers draws with seed + i. Pictures that earlier calls made in the folder,
+    which its index.jsonl names, may be replaced; any other file that is in the way is an error.
     """
     model_class(config).check(config, may_fetch=True)
     if texts or config.prompts.path:
@@ -31,8 +45,11 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         prompts = evaluation_prompts(config, model_class(config))
         count = count or min(16, len(prompts))
     prompts = prompts.take([i % len(prompts) for i in range(count)])
+    earlier = _earlier(to)
+    _check_free(to, count, earlier)
     try:
         to.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(to)
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
     model = load_for_inference(config, run, prompts.texts)
@@ -42,14 +59,41 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
     pictures = torch.cat(
         [as_bytes(model.decode(part)) for part in leaves.split(settled(config.sample.decode_batch_size))]
     )
-    files = [save_picture(picture, to / f"{i:05d}") for i, picture in enumerate(pictures)]
+    kind, ending = ("picture", ".png") if pictures.ndim == 4 else ("video", ".webp")
     rows = [
-        {"file": file.name, "prompt": text, "seed": seed}
-        for file, text, seed in zip(files, prompts.texts, seeds, strict=True)
+        {"file": f"{i:05d}{ending}", "prompt": text, "seed": seed}
+        for i, (text, seed) in enumerate(zip(prompts.texts, seeds, strict=True))
     ]
-    (to / "index.jsonl").write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
-    sheet(middle_frames(pictures)[:64], prompts.texts[:64], to / "sheet.png")
-    kind = "picture" if pictures.ndim == 4 else "video"
-    return f"{to}: {len(pictures)} {kind}(s), sheet.png, and index.jsonl with their prompts"
+    earlier = {name: row for name, row in earlier.items() if name not in {row["file"] for row in rows}}
+    try:
+        # The index first: what it names is ours, also where this is cut short. Others from before stay, and in it too.
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*rows, *earlier.values()])
+        write_atomically(to / INDEX, text)
+        for i, picture in enumerate(pictures):
+            save_picture(picture, to / f"{i:05d}")
+        sheet(middle_frames(pictures)[:64], prompts.texts[:64], to / SHEET)
+    except OSError as error:
+        raise InputError("--out", to, f"cannot be written to ({error.strerror})") from None
+    return Made(f"{to}: {len(pictures)} {kind}(s), {SHEET}, and {INDEX} with their prompts", rows)
+
+
+def _earlier(folder: Path) -> dict[str, dict[str, Any]]:
+    """The pictures that earlier calls made in a folder, as its index says; none where that is no index of ours."""
+    if kind_of(folder / INDEX) != "file":
+        return {}
+    try:
+        rows = [json.loads(line) for line in (folder / INDEX).read_text(encoding="utf-8").splitlines()]
+        named = {row["file"]: row for row in rows}
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return named if all(isinstance(name, str) and PICTURE.fullmatch(name) for name in named) else {}
+
+
+def _check_free(folder: Path, count: int, earlier: Container[str]) -> None:
+    """An error if something in the folder bears a name that will be written and is not from an earlier call."""
+    pictures = [f"{i:05d}{ending}" for i in range(count) for ending in (".png", ".webp")]
+    for name in [INDEX, SHEET, *pictures]:
+        kind, ours = kind_of(folder / name), bool(earlier) if name in (INDEX, SHEET) else name in earlier
+        if kind and not (ours and kind == "file"):
+            problem = f"has a {kind} {name} that is not from an earlier arborl sample"
+            raise InputError("--out", folder, problem, "a new folder, or the one of earlier samples")

@@ -17,10 +17,13 @@ from arborl.cli import main
 from arborl.cli.app import app
 from arborl.compare import Cell, Protocol, plan_runs, read
 from arborl.compare.results import Point, compute_to_reach, mean_curve, pareto, score_at
-from arborl.compare.runs import command_of, cost_of
+from arborl.compare.runs import command_of, cost_of, log_of
 from arborl.config import save_config
 from arborl.core.errors import InputError
-from arborl.tools.files import is_locked
+from arborl.run.checkpoint import latest_valid
+from arborl.tools.files import is_locked, lock
+
+from launching import PATIENCE, Fork
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
 SMALL = ("eval.num_prompts=8", "sample.num_prompts=2", "log.record_every=0")
@@ -169,14 +172,24 @@ class TestPlanning:
         with pytest.raises(InputError, match=r"other settings \(train.learning_rate: 0.0001 -> 0.0002\)"):
             plan_runs([Cell("tree")], Protocol((0,), 1e5, common=("train.learning_rate=2e-4",)), tmp_path)
 
-    def test_a_run_without_a_checkpoint_starts_anew_and_one_with_goes_on(self, tmp_path: Path):
+    def test_a_run_that_was_begun_goes_on_and_nothing_is_removed(self, tmp_path: Path):
+        """Also one that came to no checkpoint; but what is no run, or somebody else's, is left to them."""
         run = plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path)[0]
-        run.folder.mkdir(parents=True)
         assert command_of(run) == run.command
-        assert not run.folder.exists()
-        (run.folder / "checkpoints" / "epoch_000003").mkdir(parents=True)
-        (run.folder / "checkpoints" / "epoch_000003" / "state.json").write_text("{}")
+        run.folder.mkdir(parents=True)
+        (run.folder / "notes.txt").write_text("mine")
+        with pytest.raises(InputError, match="is there already, and no run"):
+            plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path)
+        save_config(run.config, run.folder / "config.yaml")
+        assert plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path) == [run]
         assert command_of(run) == ["train", "--resume", str(run.folder)]
+        with lock(run.folder / ".lock"), pytest.raises(InputError, match="is being written by another process"):
+            command_of(run)
+        log_of(run).write_text("a diary\n")
+        with pytest.raises(InputError, match="no log of a comparison"):
+            command_of(run)
+        assert {path.name for path in run.folder.iterdir()} == {"notes.txt", "config.yaml", ".lock"}
+        assert log_of(run).read_text() == "a diary\n"
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -301,6 +314,23 @@ class TestCommand:
         process.communicate(timeout=120)
         assert process.returncode == 130
         assert not any(is_locked(log) for log in running)
+
+    def test_runs_of_a_comparison_that_is_killed_leave_too_with_a_checkpoint(self, tmp_path: Path):
+        out = tmp_path / "out"
+        given = arguments(out, "--seconds", "40", "--workers", "2")  # should nobody end them, the clock will
+        with Fork(*given, cwd=tmp_path) as comparison:
+            comparison.until(lambda: len(list(out.rglob("metrics.jsonl"))) == 2)
+            running = [log for log in out.rglob("*.log") if is_locked(log)]
+            assert len(running) == 2
+            os.kill(comparison.pid, signal.SIGKILL)
+            comparison.ended()
+            deadline = time.monotonic() + PATIENCE
+            while any(is_locked(log) for log in running) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        for log in running:
+            assert not is_locked(log), "a run that nobody waits for any more goes on"
+            assert "To go on: arborl train --resume" in log.read_text()
+            assert latest_valid(log.with_suffix(""))[0] is not None
 
     def test_equal_seconds(self, tmp_path: Path):
         assert run(*arguments(tmp_path, "--seconds", "0.5", "--workers", "2")) == 0

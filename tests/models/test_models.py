@@ -27,6 +27,7 @@ from arborl.trainer import train
 from bench.pipelines import build
 
 from conftest import CPU, TINY, make, tiny_overrides
+from launching import Fork
 
 TEXTS = ["a photo of a cat", "red house", "a dog"]
 
@@ -253,10 +254,10 @@ class TestPipelines:
 
 def trained_model(config: Any, run: Path) -> Any:
     from arborl.engine.state import trainable
-    from arborl.run.checkpoint import load_weights, weights_file
+    from arborl.run.checkpoint import load_weights, read_weights, weights_file
 
     model = load_model(config, CPU)
-    load_weights(trainable(model.module), weights_file(latest(run)))
+    load_weights(trainable(model.module), read_weights(weights_file(latest(run))))
     return model
 
 
@@ -483,6 +484,33 @@ class TestExport:
     def test_a_named_checkpoint(self, run: Path, tmp_path: Path):
         run_ok("export", str(latest(run)), str(tmp_path / "out"))
         assert json.loads((tmp_path / "out" / "export.json").read_text())["checkpoint"] == latest(run).name
+
+    def test_two_at_once_into_one_place(self, run: Path, tmp_path: Path):
+        """One of them makes it, whole, and the other says that it was not first; a folder beside it is nobody's."""
+        foreign = tmp_path / ".out.tmp"
+        foreign.mkdir()
+        (foreign / "keep.txt").write_text("theirs")
+        with Fork("export", str(run), "out", cwd=tmp_path) as one, Fork("export", str(run), "out", cwd=tmp_path) as two:
+            both = [one.ended(), two.ended()]
+        first, second = sorted(both, key=lambda end: end.code)
+        assert first.code == 0, first.said
+        assert second.stopped_with("is there already; allowed: a new folder")
+        made = {path.name for path in (tmp_path / "out").iterdir()}
+        assert made == {"pytorch_lora_weights.safetensors", "comfyui.safetensors", "export.json"}
+        assert json.loads((tmp_path / "out" / "export.json").read_text())["check"]["mean"] < 1e-4
+        assert [path.read_text() for path in foreign.iterdir()] == ["theirs"]
+        assert not list(tmp_path.glob(".arborl-*"))
+
+    def test_of_a_run_that_goes_on_meanwhile(self, run: Path, tmp_path: Path, monkeypatch):
+        """Its checkpoint may be gone before the model is loaded."""
+
+        def later(*given: Any) -> Any:
+            shutil.rmtree(run / "checkpoints")
+            return load_model(*given)
+
+        monkeypatch.setattr("arborl.export.load_model", later)
+        run_ok("export", str(run), str(tmp_path / "out"))
+        assert (tmp_path / "out" / "export.json").is_file()
 
     def test_the_scenes(self, tmp_path: Path):
         small = [

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
-from arborl.run.drawings import leaf_order, sheet, sketch
+from arborl.run.drawings import draw_tree, interleave, leaf_order, save_picture, sheet, sketch
 
 from conftest import recorded_tree
 
@@ -40,3 +41,36 @@ def test_the_sketch_has_a_row_for_each_leaf():
         "   └══┬══──────●",
         "      └══──────●",
     ]
+
+
+@pytest.mark.parametrize("name", ["tree", "sheet", "both", "picture", "video"])
+def test_a_picture_is_written_through_no_link_and_is_whole_or_not_there(tmp_path: Path, name: str, monkeypatch):
+    pictures = torch.randint(0, 255, (2, 3, 8, 8), dtype=torch.uint8)
+    sheet(pictures, ["a", "b"], tmp_path / "before" / "one.png")
+    place = tmp_path / "here" / ("00000.webp" if name == "video" else "00000.png")
+    place.parent.mkdir()
+    draw = {
+        "tree": lambda: draw_tree(recorded_tree(), place),
+        "sheet": lambda: sheet(pictures, ["a", "b"], place),
+        "both": lambda: interleave([tmp_path / "before" / "one.png"], ["before"], place),
+        "picture": lambda: save_picture(pictures[0], place.with_suffix("")),
+        "video": lambda: save_picture(pictures, place.with_suffix("")),
+    }[name]
+    (tmp_path / "theirs.png").write_text("theirs")
+    place.symlink_to(tmp_path / "theirs.png")
+    with pytest.raises(FileExistsError):
+        draw()
+    assert (tmp_path / "theirs.png").read_text() == "theirs"
+    place.unlink()
+    draw()
+    whole = place.read_bytes()
+
+    def cut_short(image: Image.Image, to: Path, *_: object, **__: object) -> None:
+        Path(to).write_bytes(b"half of")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Image.Image, "save", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        draw()
+    assert place.read_bytes() == whole
+    assert [path.name for path in place.parent.iterdir()] == [place.name]

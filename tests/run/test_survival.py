@@ -2,6 +2,7 @@
 goes on to the state, bit for bit, that it would have come to undisturbed.
 """
 
+import os
 import random
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from arborl.cli import main
 from arborl.config import load_config
+from arborl.run import folder as run_folder
 from arborl.run.checkpoint import checkpoints, latest_valid, problem_with
 from arborl.trainer import train
 
@@ -56,7 +58,7 @@ def uninterrupted(arguments: list[str], folder: Path) -> Path:
 
 
 def half_written(run: Path) -> bool:
-    return any((run / "checkpoints").glob(".epoch_*.tmp"))
+    return any((run / "checkpoints").glob(".arborl-*/epoch_*"))
 
 
 def kill(command: Started, run: Path, moment: str, amount: float) -> None:
@@ -190,6 +192,84 @@ def test_resume_auto(tmp_path: Path, capsys):
     code, said = auto("run_name=cut")
     assert (code, said) == (0, f"{tmp_path / 'cut'} is finished already\n")
     assert contents(tmp_path / "cut") == before
+
+
+class KilledError(BaseException):
+    """The end, wherever it comes."""
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KilledError
+
+
+@pytest.mark.parametrize("at", ["run.summary.write_atomically", "trainer.write_report"])
+def test_a_run_that_is_killed_at_its_end_has_a_report_once_it_went_on(tmp_path: Path, monkeypatch, at: str):
+    """summary.json says that a run is finished, and nobody goes on with one that is: so it comes last."""
+    command = ["train", "--resume", "auto", *MIXTURE, "train.epochs=2", f"log.dir={tmp_path}", "run_name=cut"]
+    monkeypatch.setattr(f"arborl.{at}", killed)
+    with pytest.raises(KilledError):
+        main(command)
+    monkeypatch.undo()
+    with pytest.raises(SystemExit) as left:
+        main(command)
+    assert left.value.code == 0
+    assert (tmp_path / "cut" / "summary.json").is_file()
+    page = (tmp_path / "cut" / "report.html").read_text()
+    assert '"finished":true' in page
+    assert '"summary":{"heldout_before"' in page
+
+
+def test_a_run_that_is_killed_while_it_takes_its_folder_leaves_nothing_for_long(tmp_path: Path):
+    command = ["train", *MIXTURE, "train.epochs=1", f"log.dir={tmp_path / 'runs'}"]
+    child = os.fork()
+    if child == 0:
+        run_folder.save_config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            run_folder.claim_folder(load_config("mixture", [f"log.dir={tmp_path / 'runs'}"]))
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert forked(*command, cwd=tmp_path).code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tree-1"]
+
+
+# readers of a run that is going on
+
+
+def test_a_reader_is_not_told_that_a_healthy_run_is_broken(tmp_path: Path, finished: Path, monkeypatch, capsys):
+    """With log.keep=1 the checkpoint that it has found is gone before it has read it; and the best are replaced."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    kept, moves = run / "checkpoints", []
+
+    def found(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+        found, damaged = latest_valid(folder)
+        if found and len(moves) < 3:
+            moves.append(found.rename(kept / f"epoch_{int(found.name[-6:]) + 1:06d}"))
+        return found, damaged
+
+    def problem(path: Path) -> str | None:
+        if len(moves) == 3:
+            return problem_with(path)
+        moves.append(shutil.copytree(path, tmp_path / f"other {len(moves)}"))
+        path.rename(tmp_path / f"best {len(moves)}")
+        problem = problem_with(path)
+        moves[-1].rename(path)
+        return problem
+
+    shutil.rmtree(kept / "epoch_000003")
+    monkeypatch.setattr("arborl.run.resume.latest_valid", found)
+    monkeypatch.setattr("arborl.run.resume.problem_with", problem)
+    for named in (run, kept / "best"):
+        moves.clear()
+        with pytest.raises(SystemExit) as left:
+            main(["eval", "--run", str(named)])
+        assert left.value.code == 0, capsys.readouterr().err
+        assert len(moves) == 3
+    shutil.rmtree(kept / "best")
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "--run", str(kept / "best")])
+    assert Ended(left.value.code, capsys.readouterr().err).stopped_with("is not complete (no SHA256SUMS)")
 
 
 # damage
@@ -369,7 +449,7 @@ def fill(folder: Path, arguments: list[str], sizes: list[int] | range) -> Counte
                     assert ended.code == 0, (size, ended.said)
             if seen.exists():
                 assert_same_run(whole, seen)
-            disk.do(f"rm -r '{disk.path}'/*")
+            disk.do(f"rm -rf '{disk.path}'/*")
     return met
 
 

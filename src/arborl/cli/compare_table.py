@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..compare.results import read, write
+from ..compare.results import check_can_write, read, write
 from ..compare.runs import Cell, PlannedRun, Protocol, config_of_run, cost_of, execute, plan_runs
 from ..core.errors import InputError
+from ..tools.files import remove_abandoned
 
 
 def run_comparison(
@@ -39,6 +40,7 @@ def run_comparison(
         first, _ = config_of_run(cells[0], protocol, protocol.seeds[0], to)
         protocol = replace(protocol, compute=float(cost_of(first)))
     runs = plan_runs(cells, protocol, to)
+    check_can_write(to)
     if dry_run and as_json:
         known = [(run.cell.text, run.config) for run in runs[: len(cells)]] if protocol.compute else []
         costs = [{"cell": text, "epochs": one.train.epochs, "compute": cost_of(one)} for text, one in known]
@@ -49,6 +51,7 @@ def run_comparison(
         return
     try:
         to.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(to)
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
     failed: dict[str, str] = {}

@@ -13,7 +13,13 @@ from .completion import run_folders, script
 @app.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="[RUN]", required=False, shell_complete=run_folders)
 @click.option("--live", is_flag=True, help="Serve the page of a running job on this machine alone, and keep it new.")
-@click.option("--out", "-o", "to", type=click.Path(path_type=Path), help="File to write.  [default: RUN/report.html]")
+@click.option(
+    "--out",
+    "-o",
+    "to",
+    type=click.Path(path_type=Path),
+    help="File to write, new or an earlier report.  [default: RUN/report.html]",
+)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8050, show_default=True, help="Of --live; 0 takes a free one."
 )

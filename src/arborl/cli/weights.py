@@ -50,7 +50,8 @@ def sample(
     """Make pictures.
 
     From the configured model, or from a run's newest weights: one for each prompt, or 16 of those that eval draws.
-    Picture i starts from the noise that diffusers draws with torch.Generator().manual_seed(seed + i).
+    Picture i starts from the noise that diffusers draws with torch.Generator().manual_seed(seed + i). Pictures of an
+    earlier call in the same folder are replaced, other files never.
 
     Example: arborl sample -p "a large red circle at the left on a blue background" -n 8 --run runs/tree-1
     """
@@ -61,10 +62,9 @@ def sample(
     with Console(stderr=True).status("making pictures"):
         made = sample_pictures(config, run, prompt, count, to)
     if as_json:
-        rows = [json.loads(line) for line in (to / "index.jsonl").read_text(encoding="utf-8").splitlines()]
-        click.echo(json.dumps({"folder": str(to), "pictures": rows}, ensure_ascii=False))
+        click.echo(json.dumps({"folder": str(to), "pictures": made.rows}, ensure_ascii=False))
         return
-    out.print(made)
+    out.print(made.message)
 
 
 @app.command("eval")
@@ -173,10 +173,10 @@ def export_command(
     Example: arborl export runs/tree-1 my-lora
     """
     from ..export import export
-    from ..run.resume import checkpoint_of, config_of
+    from ..run.resume import config_of
 
     config = config_of(run, None, overrides)
-    messages = list(export(config, checkpoint_of(run), to, average, merge, dtype))
+    messages = list(export(config, run, to, average, merge, dtype))
     if as_json:
         files = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
         click.echo(json.dumps({"folder": str(to), "files": files, "told": messages}))

@@ -12,9 +12,11 @@ from ..core.errors import InputError
 from ..engine.cost import BACKWARD_COST
 from ..run.environment import evaluated_on
 from ..run.folder import read_metrics, training_seconds
-from ..run.paths import SUMMARY
-from ..tools.files import write_atomically
+from ..run.paths import REPORT, SUMMARY
+from ..tools.files import kind_of, write_atomically
 from .runs import Cell, PlannedRun, Protocol
+
+TABLE, CHART = "compare.md", "compare.png"
 
 
 @dataclass(frozen=True)
@@ -243,15 +245,35 @@ def pareto(rows: Sequence[Row]) -> list[tuple[float, float, str]]:
     return front
 
 
+def check_can_write(out: Path) -> None:
+    """Results replace those of an earlier comparison, whose JSON says that they are, and no other files."""
+    from ..report import page
+
+    try:
+        Comparison.from_json((out / page.COMPARISON).read_text(encoding="utf-8"))
+        earlier = True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        earlier = False
+    for name in (page.COMPARISON, TABLE, CHART):
+        kind = kind_of(out / name)
+        if kind and not (earlier and kind == "file"):
+            raise InputError(
+                "--out", out, f"has a {kind} {name} that is not from an earlier comparison", "a new folder"
+            )
+    page.check_can_write(out / REPORT)
+
+
 def write(comparison: Comparison, out: Path) -> list[Path]:
-    """compare.md, compare.json, compare.png and report.html, each complete or not there."""
+    """compare.json, compare.md, compare.png and report.html, each complete or not there."""
     from ..report import write_report
     from ..report.page import COMPARISON
     from .plot import plot
 
-    written: list[Path] = []
-    for name, text in (("compare.md", comparison.as_markdown()), (COMPARISON, comparison.as_json())):
-        write_atomically(out / name, text)
-        written.append(out / name)
-    written.append(plot(comparison, out / "compare.png"))
-    return [*written, write_report(out)]
+    check_can_write(out)
+    try:
+        for name, text in ((COMPARISON, comparison.as_json()), (TABLE, comparison.as_markdown())):
+            write_atomically(out / name, text)
+        plot(comparison, out / CHART)
+    except OSError as error:
+        raise InputError("--out", out, f"cannot be written to ({error.strerror})") from None
+    return [out / TABLE, out / COMPARISON, out / CHART, write_report(out)]

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import shlex
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,9 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..engine.cost import costs, epochs_within
 from ..engine.method import check_plan
-from ..run.checkpoint import checkpoints
 from ..run.folder import changes
-from ..run.paths import CHECKPOINTS, CONFIG, METRICS, SUMMARY
-from ..tools.files import is_locked
+from ..run.paths import CONFIG, LOCK, METRICS, SUMMARY
+from ..tools.files import append, is_locked, kind_of
 from . import worker
 
 COMPARISON_SETS = (
@@ -105,6 +103,8 @@ class PlannedRun:
         return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
+LOG_BEGINS = "$ arborl "
+"""The beginning of a run's log, by which a comparison knows it."""
 UNLIMITED_EPOCHS = 1_000_000
 """Epochs of a run that the clock ends."""
 
@@ -164,9 +164,11 @@ def _quoted(text: str) -> str:
 
 
 def _check_same(folder: Path, config: Config, out: Path) -> None:
-    """A run that is there already must be the one that is wanted."""
+    """What is there already must be the run that is wanted."""
     path = folder / CONFIG
     if not path.is_file():
+        if kind_of(folder):
+            raise InputError("--out", folder, f"is there already, and no run (it has no {CONFIG})", "another folder")
         return
     wanted = OmegaConf.to_object(OmegaConf.structured(config))
     found = changes(read_config(path), wanted)  # pyright: ignore[reportArgumentType]
@@ -177,11 +179,20 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
 
 def command_of(run: PlannedRun) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
-    if is_locked(log_of(run)):
+    log = log_of(run)
+    if is_locked(log) or is_locked(run.folder / LOCK):
         raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
-    if run.folder.is_dir() and not checkpoints(run.folder / CHECKPOINTS):
-        shutil.rmtree(run.folder)  # it came to no checkpoint, so there is nothing to go on from
+    if kind_of(log) and not _is_log(log):
+        raise InputError("--out", log, "is there already, and no log of a comparison", "another folder")
+    # One that came to no checkpoint goes on from its beginning.
     return ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
+
+
+def _is_log(path: Path) -> bool:
+    if kind_of(path) != "file":
+        return False
+    with path.open("rb") as file:
+        return file.read(len(LOG_BEGINS)) == LOG_BEGINS.encode()
 
 
 class Capacity:
@@ -235,6 +246,8 @@ def execute(
     running: dict[int, tuple[PlannedRun, BaseProcess]] = {}
     at_start: dict[Path, int] = {}
     threads = max(1, capacity.cores // min(capacity.max_runs, len(runs)))
+    for run in waiting:
+        command_of(run)  # what is in the way of one is told before any starts
     with _terminated_like_interrupted():
         try:
             while waiting or running:
@@ -277,9 +290,11 @@ def _start(run: PlannedRun, threads: int) -> BaseProcess:
     # Whether there is a GPU must be asked without waking its driver, which does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     command = command_of(run)
-    log_of(run).parent.mkdir(parents=True, exist_ok=True)
-    with log_of(run).open("a", encoding="utf-8") as log:
-        log.write(f"$ arborl {shlex.join(command)}\n")
+    try:
+        log_of(run).parent.mkdir(parents=True, exist_ok=True)
+        append(log_of(run), f"{LOG_BEGINS}{shlex.join(command)}\n")
+    except OSError as error:
+        raise InputError("--out", log_of(run), f"cannot be written to ({error.strerror})") from None
     process = context.Process(target=worker.run, args=(command, log_of(run), threads))
     process.start()
     return process

@@ -1,12 +1,14 @@
 """A run in a process of its own."""
 
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..tools.files import fcntl
+from ..tools.files import fcntl, not_through_links
 
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that end a comparison. The forkserver does not listen to them: it must outlive its children."""
@@ -18,7 +20,8 @@ def run(arguments: Sequence[str], log: Path, threads: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     if hasattr(os, "setsid"):
         os.setsid()
-    with log.open("ab") as file:
+    leave_with_comparison()
+    with open(log, "ab", opener=not_through_links) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     if fcntl:
@@ -29,3 +32,18 @@ def run(arguments: Sequence[str], log: Path, threads: int) -> None:
 
     torch.set_num_threads(threads)
     main(list(arguments))
+
+
+def leave_with_comparison() -> None:
+    """Whatever ends the process that asked for this one, also SIGKILL, closes a pipe; then this one leaves as if it was
+    terminated, with a checkpoint. Its parent in the system's eyes is the forkserver, which says nothing of that.
+    """
+    comparison = multiprocessing.parent_process()
+    if comparison is None:  # called by hand
+        return
+
+    def watch() -> None:
+        comparison.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="comparison", daemon=True).start()

@@ -7,6 +7,7 @@ allows no address but those of pictures inside it.
 import base64
 import hashlib
 import importlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import jinja2
 
 from ..core.errors import InputError
+from ..run.folder import is_report
 from ..run.paths import REPORT
-from ..tools.files import write_atomically
+from ..tools.files import kind_of, write_atomically
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
@@ -35,15 +37,28 @@ def read(folder: Path) -> dict[str, Any]:
     return run_data(folder)
 
 
-def write_report(folder: Path, to: Path | None = None) -> Path:
-    """Write the page of a run or a comparison, into its folder if nothing else is said; complete or not at all."""
+def write_report(folder: Path, to: Path | None = None, summary: Mapping[str, Any] | None = None) -> Path:
+    """Write the page of a run or a comparison, into its folder if nothing else is said; complete or not at all.
+
+    It takes the place of an earlier one, but of no other file. `summary` is what a run that is about to finish came to.
+    """
     place = to or folder / REPORT
     beside = place.resolve().parent == folder.resolve()  # so that links to other pages in it lead there
     try:
-        write_atomically(place, render(read(folder) | {"linked": beside}))
+        check_can_write(place)
+        data = read(folder) | {"linked": beside}
+        write_atomically(place, render(data | ({"finished": True, "summary": dict(summary)} if summary else {})))
     except OSError as error:
         raise InputError("--out", place, f"cannot be written ({error.strerror})") from None
     return place
+
+
+def check_can_write(place: Path) -> None:
+    """A page takes no other file's place."""
+    kind = kind_of(place)
+    if kind and not is_report(place):
+        problem = "is there already, and no report" if kind == "file" else f"cannot be written (a {kind} is there)"
+        raise InputError("--out", place, problem, "another file")
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:

@@ -9,11 +9,10 @@ import hashlib
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,12 +21,12 @@ from torch import Tensor, nn
 from ..core.errors import InputError
 from ..distributed.fsdp import gathered, gathered_on_host, to_sharding_of
 from ..engine.state import State, copy_into
-from ..tools.files import fsync, umask
+from ..tools.files import fsync, kind_of, remove_abandoned, scratch, umask
 from .folder import read_evaluations
 from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
 
 VERSION = 2
-SUMS = "SHA256SUMS"
+SUMS, HEADER = "SHA256SUMS", "state.json"
 COUNTERS = {
     "epoch": "epoch",
     "prompts": "prompts",
@@ -36,16 +35,16 @@ COUNTERS = {
     "forward_backwards": "forward_backwards",
 }
 """The counters of a state, and their names in its file."""
+OWN_NAMES = re.compile(rf"{SUMS}|{HEADER}|(weights|ema|optimizer\.[a-z_]+)\.safetensors")
+"""The names of a checkpoint's files."""
 
 
 def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> None:
     """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
     if state.epoch == state.saved:
         return
-    _write(state, folder / epoch_name(state.epoch), True, writes)
+    _write(state, folder / epoch_name(state.epoch), True, writes, keep=keep)
     state.saved = state.epoch
-    for old in checkpoints(folder)[:-keep] if writes else ():
-        _remove(old)
 
 
 def save_best(state: State, folder: Path, evaluation: Mapping[str, Any], writes: bool = True) -> None:
@@ -56,7 +55,12 @@ def save_best(state: State, folder: Path, evaluation: Mapping[str, Any], writes:
 
 
 def _write(
-    state: State, target: Path, with_optimizer: bool, writes: bool, more: Mapping[str, Any] | None = None
+    state: State,
+    target: Path,
+    with_optimizer: bool,
+    writes: bool,
+    more: Mapping[str, Any] | None = None,
+    keep: int | None = None,
 ) -> None:
     state.ema.restore()
     tensors = _contents(state, with_optimizer)
@@ -64,18 +68,22 @@ def _write(
         _take_part(state, tensors)
         return
     try:
-        aside = _hidden(target, "tmp")
-        _remove(aside)
-        aside.mkdir(parents=True)
-        for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
-            save_file({name: gathered_on_host(tensor) for _, name, tensor in group}, aside / file)
-        head = {"version": VERSION} | {kept: getattr(state, name) for name, kept in COUNTERS.items()}
-        head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list, **(more or {})}
-        (aside / "state.json").write_text(json.dumps(head))
-        _seal(aside)
-        _put(aside, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with scratch(target.parent) as outer:
+            aside = outer / target.name
+            aside.mkdir()
+            for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
+                save_file({name: gathered_on_host(tensor) for _, name, tensor in group}, aside / file)
+            head = {"version": VERSION} | {kept: getattr(state, name) for name, kept in COUNTERS.items()}
+            head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list, **(more or {})}
+            (aside / HEADER).write_text(json.dumps(head))
+            _seal(aside)
+            _put(aside, target, outer)
+            # Old ones leave with this scratch folder: a disk that is full by now has no room for another.
+            own = [path for path in checkpoints(target.parent) if _is_removable(path)]
+            for old in own[:-keep] if keep else []:
+                old.rename(outer / f"old_{old.name}")
     except Exception as error:
-        _remove(_hidden(target, "tmp"))  # on a full disk it is the room that the next needs
         _take_part(state, tensors)
         if isinstance(error, OSError | SafetensorError):
             raise InputError("log.dir", target.parent, f"could not write a checkpoint ({error})") from None
@@ -104,7 +112,7 @@ def _contents(state: State, with_optimizer: bool) -> Iterator[tuple[str, str, Te
 def load_checkpoint(state: State, path: Path) -> None:
     """Take over a checkpoint that was found sound."""
     head = read_header(path)
-    load_weights(state.parameters, path / "weights.safetensors")
+    load_weights(state.parameters, read_weights(path / "weights.safetensors"))
     # An average that is switched on later begins with the weights it finds.
     average = _tensors(weights_file(path))
     state.ema.average = {name: to_sharding_of(p.detach(), average[name]) for name, p in state.parameters.items()}
@@ -145,7 +153,7 @@ def set_aside_best(run: Path, comparable: Callable[[Mapping[str, Any]], bool]) -
         return None
     name = f"{BEST}_{epoch_name(read_header(kept)['epoch'])}"
     free = (kept.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
-    return kept.rename(next(path for path in free if not path.exists()))
+    return kept.rename(next(path for path in free if kind_of(path) is None))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -178,16 +186,21 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def quarantine(path: Path) -> Path:
-    """Put a damaged checkpoint where nobody takes it for one."""
-    target = path.with_name(f"damaged_{path.name}")
-    _remove(target)
-    return path.rename(target)
+    """Put a damaged checkpoint where nobody takes it for one, and where an earlier one of its epoch was put."""
+    if _is_foreign(path):
+        problem = f"{path.name} is there already, and no checkpoint"
+        raise InputError("run", path.parent, problem, "the run without it")
+    name = f"damaged_{path.name}"
+    with scratch(path.parent) as outer:
+        if _is_removable(path.with_name(name)):
+            path.with_name(name).rename(outer / name)
+        free = (path.with_name(f"{name}{f'-{n}' if n else ''}") for n in itertools.count())
+        return path.rename(next(target for target in free if kind_of(target) is None))
 
 
 def remove_partial(folder: Path) -> None:
     """Remove checkpoints that were left half written or half removed."""
-    for left in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
-        _remove(left)
+    remove_abandoned(folder)
 
 
 def problem_with(path: Path) -> str | None:
@@ -195,8 +208,8 @@ def problem_with(path: Path) -> str | None:
     try:
         listed = dict(_line(line) for line in (path / SUMS).read_bytes().decode("ascii").splitlines(keepends=True))
         found = {file.name for file in path.iterdir()} - {SUMS}
-        if listed.keys() != found or "state.json" not in listed:
-            differ = ", ".join(sorted(listed.keys() ^ found)) or "state.json"
+        if listed.keys() != found or HEADER not in listed:
+            differ = ", ".join(sorted(listed.keys() ^ found)) or HEADER
             return f"has other files than its {SUMS} says ({differ})"
         sums = _sums([path / name for name in listed])
     except FileNotFoundError as error:
@@ -213,9 +226,20 @@ def weights_file(path: Path) -> Path:
     return average if average.is_file() else path / "weights.safetensors"
 
 
-def load_weights(parameters: dict[str, nn.Parameter], path: Path) -> None:
+class Weights(NamedTuple):
+    """Saved weights, mapped into memory: they stay whatever becomes of their file."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+
+
+def read_weights(path: Path) -> Weights:
+    return Weights(path, _tensors(path))
+
+
+def load_weights(parameters: dict[str, nn.Parameter], weights: Weights) -> None:
     """Put saved weights into a model; names and shapes must be exactly the model's."""
-    tensors = _tensors(path)
+    path, tensors = weights
     wrong = {n for n, t in tensors.items() if n not in parameters or parameters[n].shape != t.shape}
     wrong |= parameters.keys() - tensors.keys()
     if wrong:
@@ -225,7 +249,7 @@ def load_weights(parameters: dict[str, nn.Parameter], path: Path) -> None:
 
 def read_header(path: Path) -> dict[str, Any]:
     try:
-        head = json.loads((path / "state.json").read_text())
+        head = json.loads((path / HEADER).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise InputError("checkpoint", path, f"cannot be read ({error})") from None
     if head.get("version") != VERSION:
@@ -251,15 +275,30 @@ def _seal(folder: Path) -> None:
         fsync(path)
 
 
-def _put(aside: Path, target: Path) -> None:
-    """A finished folder in the place of what was there before."""
-    old = _hidden(target, "old")
-    _remove(old)
-    if target.exists():
-        target.rename(old)
+def _put(aside: Path, target: Path, outer: Path) -> None:
+    """A finished folder in the place of the checkpoint that was there before, which leaves with the scratch folder."""
+    if _is_removable(target):
+        target.rename(outer / f"old_{target.name}")
+    elif kind_of(target):
+        quarantine(target)  # with what is not ours in it; an error where none of it is
     aside.rename(target)
     fsync(target.parent)
-    _remove(old)
+
+
+def _is_removable(path: Path) -> bool:
+    """Whether a folder is a checkpoint, whole or not, and holds nothing else."""
+    if kind_of(path) != "folder":
+        return False
+    entries = list(path.iterdir())
+    return bool(entries) and all(OWN_NAMES.fullmatch(entry.name) and kind_of(entry) == "file" for entry in entries)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether something else than a checkpoint bears the name of one. An empty folder may be what is left of one."""
+    if kind_of(path) != "folder":
+        return kind_of(path) is not None
+    names = {entry.name for entry in path.iterdir()}
+    return bool(names) and not names & {SUMS, HEADER}
 
 
 def _sums(files: list[Path]) -> dict[str, str]:
@@ -276,14 +315,3 @@ def _line(text: str) -> tuple[str, str]:
     if not found:
         raise ValueError(f"{SUMS} is damaged")
     return found[2], found[1]
-
-
-def _hidden(target: Path, suffix: str) -> Path:
-    return target.parent / f".{target.name}.{suffix}"
-
-
-def _remove(folder: Path) -> None:
-    """Out of sight first, so that what is left of it when we are killed is not taken for the whole."""
-    if folder.is_dir():
-        hidden = folder if folder.name.startswith(".") else folder.rename(_hidden(folder, "old"))
-        shutil.rmtree(hidden, ignore_errors=True)  # a file that is open elsewhere, on NFS, goes at the next resume

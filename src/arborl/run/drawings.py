@@ -195,7 +195,8 @@ def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -
         for line, part in enumerate(textwrap.wrap(text, 20 * cell // CELL, max_lines=4, placeholder="…")):
             draw.text((x, y + cell + 2 + 13 * line), part, fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path)
+    with atomic(path) as aside:
+        canvas.save(aside)
     return boxes
 
 
@@ -213,16 +214,18 @@ def interleave(sheets: list[Path], names: list[str], path: Path, cell: int = CEL
             canvas.paste(page.crop((0, number * row, page.width, (number + 1) * row)), (0, y + title))
             y += row + title
         y += 2 * MARGIN
-    canvas.save(path)
+    with atomic(path) as aside:
+        canvas.save(aside)
 
 
 def save_picture(picture: Tensor, stem: Path, frames_a_second: int = 16) -> Path:
     """A picture (uint8, 3×H×W) as PNG; a video (F×3×H×W) as animated WebP, which browsers play."""
     frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in picture.view(-1, *picture.shape[-3:])]
     path = stem.with_suffix(".png" if picture.ndim == 3 else ".webp")
-    if picture.ndim == 3:
-        frames[0].save(path)
-    else:
-        pause = round(1000 / frames_a_second)
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=pause, loop=0, quality=90)
+    with atomic(path) as aside:
+        if picture.ndim == 3:
+            frames[0].save(aside)
+        else:
+            pause = round(1000 / frames_a_second)
+            frames[0].save(aside, save_all=True, append_images=frames[1:], duration=pause, loop=0, quality=90)
     return path

@@ -2,8 +2,6 @@
 
 import errno
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,8 +13,8 @@ from safetensors import SafetensorError
 from ..config import check_run_name, save_config
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
-from ..tools.files import fsync, umask, write_atomically
-from .paths import CONFIG, EVALUATIONS, METRICS, SUMMARY
+from ..tools.files import fsync, kind_of, remove_abandoned, scratch, write_atomically
+from .paths import CONFIG, ENVIRONMENT, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
 
@@ -177,7 +175,7 @@ def check_folder(config: Config, resume: Path | None) -> None:
         return
     check_run_name(config.run_name)
     folder = Path(config.log.dir) / config.run_name
-    if config.run_name != "auto" and folder.exists():
+    if config.run_name != "auto" and kind_of(folder):
         raise _taken(config, folder)
 
 
@@ -193,29 +191,55 @@ def claim_folder(config: Config) -> Path:
     base, number = Path(config.log.dir), 0
     try:
         base.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=base))
+        remove_abandoned(base)
+        with scratch(base) as outer:
+            aside = outer / "run"
+            aside.mkdir()
+            while True:
+                number += 1
+                name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
+                folder = base / name
+                if kind_of(folder) and config.run_name == "auto":
+                    continue
+                save_config(replace(with_absolute_paths(config), run_name=name), aside / CONFIG)
+                fsync(aside / CONFIG)
+                try:
+                    if kind_of(folder):
+                        raise FileExistsError
+                    return aside.rename(folder)
+                except OSError as error:
+                    if error.errno not in (None, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                        raise
+                    if config.run_name != "auto":
+                        raise _taken(config, folder) from None
     except OSError as error:
         raise InputError("log.dir", base, f"cannot be written to ({error.strerror})") from None
-    try:
-        aside.chmod(0o777 & ~umask())
-        while True:
-            number += 1
-            name = f"{config.tree.plan}-{number}" if config.run_name == "auto" else config.run_name
-            folder = base / name
-            if folder.exists() and config.run_name == "auto":
-                continue
-            save_config(replace(with_absolute_paths(config), run_name=name), aside / CONFIG)
-            fsync(aside / CONFIG)
-            try:
-                if folder.exists():
-                    raise FileExistsError
-                return aside.rename(folder)
-            except OSError as error:
-                if error.errno not in (None, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                    raise
-                if config.run_name != "auto":
-                    raise _taken(config, folder) from None
-    except OSError as error:
-        raise InputError("log.dir", base, f"cannot make a run folder ({error.strerror})") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_own_files(folder: Path, epoch: int) -> list[Path]:
+    """The trees and sheets in a run's folder that a run which goes on from an epoch makes again.
+
+    An error if a link or a folder bears a name that the run writes to: it was not the run that made it.
+    """
+    own = [folder / name for name in (CONFIG, METRICS, EVALUATIONS, SUMMARY, REPORT, ENVIRONMENT, LOCK)]
+    # An evaluation is of the weights that its epoch starts from: this epoch's are these.
+    repeated = [
+        path
+        for name, since in ((TREES, epoch), (SAMPLES, epoch + 1))
+        for path in folder.glob(f"{name}/*")
+        if (of := epoch_of(path.name)) is not None and of >= since and path.suffix in (".json", ".png", ".safetensors")
+    ]
+    for path in [*own, *repeated]:
+        if kind_of(path) not in (None, "file"):
+            problem = f"its {path.relative_to(folder)} is a {kind_of(path)}, where the run writes a file"
+            raise InputError("run", folder, problem, "the run without it")
+    return repeated
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a page that `arborl report` wrote."""
+    if kind_of(path) != "file":
+        return False
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return head.startswith(b"<!doctype html>") and " · ArboRL</title>".encode() in head

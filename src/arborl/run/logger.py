@@ -20,11 +20,13 @@ from ..config import save_config
 from ..config.schema import Config
 from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
-from ..tools.files import atomic, fsync, lock
+from ..tools.files import append, atomic, fsync, lock, remove_abandoned
 from .folder import (
+    check_own_files,
     claim_folder,
     finite,
     flat,
+    is_report,
     keep_evaluations,
     read_metrics,
     training_seconds,
@@ -32,7 +34,7 @@ from .folder import (
     write_rows,
     writing,
 )
-from .paths import CONFIG, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
+from .paths import CONFIG, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES
 from .trackers import log_pictures, start_trackers
 
 
@@ -94,8 +96,7 @@ class Logger:
         self.trained += training_seconds(metrics)
         with self.writing():
             if self.main:
-                with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(finite(metrics)) + "\n")
+                append(self.folder / METRICS, json.dumps(finite(metrics)) + "\n")
             self.accelerator.log({name: value for name, value in metrics.items() if not math.isnan(value)}, step=epoch)
         return metrics
 
@@ -118,8 +119,7 @@ class Logger:
         """One line of evaluations.jsonl, at once: the line of metrics comes when its epoch is complete."""
         with self.writing():
             if self.main:
-                with (self.folder / EVALUATIONS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(self.folder / EVALUATIONS, json.dumps(row) + "\n")
 
     def writing(self) -> AbstractContextManager[None]:
         return writing(self.folder)
@@ -170,15 +170,16 @@ class Logger:
         rows = self.read_metrics()
         kept = [row for row in rows if row["epoch"] < epoch]
         with self.writing():
+            repeated = check_own_files(self.folder, epoch)
+            for place in (self.folder, self.folder / TREES, self.folder / SAMPLES):
+                remove_abandoned(place)
             self.evaluated = keep_evaluations(self.folder, epoch)
             self.seconds["evaluate"] = sum(row.get("time/evaluate") or 0.0 for row in rows if row["epoch"] == epoch)
-            for name in (SUMMARY, REPORT):  # of an end that is none any more
-                (self.folder / name).unlink(missing_ok=True)
-            for path in [*self.folder.glob(f"{TREES}/*"), *self.folder.glob(f"{SAMPLES}/*")]:
-                # An evaluation is of the weights that its epoch starts from: this epoch's are these.
-                undone = epoch + (path.parent.name == SAMPLES)
-                if (of := epoch_of(path.name.lstrip("."))) is not None and of >= undone:
-                    path.unlink()
+            (self.folder / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
+            if is_report(self.folder / REPORT):
+                (self.folder / REPORT).unlink()
+            for path in repeated:
+                path.unlink()
             write_rows(self.folder / METRICS, kept)
             with atomic(self.folder / CONFIG) as aside:
                 save_config(with_absolute_paths(config), aside)

@@ -20,8 +20,8 @@ def epoch_name(epoch: int) -> str:
 
 
 def epoch_of(name: str) -> int | None:
-    """The epoch of such a name; None for any other name."""
-    found = re.match(r"epoch_(\d{6,})", name)
+    """The epoch of such a name, with or without an ending; None for any other name."""
+    found = re.fullmatch(r"epoch_(\d{6,})(\.[a-z]+)?", name)
     return int(found[1]) if found else None
 
 

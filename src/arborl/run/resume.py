@@ -1,6 +1,8 @@
 """The configuration and weights a command is pointed at: a preset, or a run's own settings and weights."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from ..engine.autotune import find_batch_sizes
 from ..engine.precompute import precompute_embeddings
 from ..engine.state import trainable
 from ..models import Model, load_model
-from .checkpoint import latest_valid, load_weights, problem_with, weights_file
+from .checkpoint import Weights, latest_valid, load_weights, problem_with, read_weights, weights_file
 from .folder import check_is_run, flat, read_summary, summary_damaged
 from .paths import CHECKPOINTS, CONFIG
 from .setup import start_accelerator
@@ -103,13 +105,40 @@ def checkpoint_of(run: Path) -> Path:
     return checkpoint
 
 
+def weights_of(run: Path, which: Callable[[Path], Path] = weights_file) -> Weights:
+    """The weights of a run's newest checkpoint, or of the one that is named: of its file that is asked for.
+
+    A run that is going on removes what it has newer ones of, also while somebody reads it, and puts others in the place
+    of its best: only where nothing has changed meanwhile is an error an error.
+    """
+    while True:
+        before = _present(run)
+        try:
+            return read_weights(which(checkpoint_of(run)))
+        except InputError:
+            time.sleep(0.05)  # the best are gone for a moment before others take their place
+            if _present(run) == before:
+                raise
+
+
+def _present(run: Path) -> list[tuple[str, int, int]]:
+    """The folders that a reader of a run, or of one of its checkpoints, looks into; another has other numbers."""
+    folder, checkpoint = _run_and_checkpoint(run)
+    found: list[tuple[str, int, int]] = []
+    for path in [checkpoint] if checkpoint else sorted((folder / CHECKPOINTS).glob("*")):
+        with suppress(OSError):
+            status = path.stat()
+            found.append((path.name, status.st_ino, status.st_mtime_ns))
+    return found
+
+
 def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
     """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
     accelerator = start_accelerator(config)
     precompute_embeddings(config, texts, accelerator)
     model = load_model(config, accelerator.device)
     if run is not None:
-        load_weights(trainable(model.module), weights_file(checkpoint_of(run)))
+        load_weights(trainable(model.module), weights_of(run))
     model.module = accelerator.prepare_model(model.module)
     find_batch_sizes(config, model, None, accelerator, texts[0])
     return model

@@ -215,7 +215,7 @@ class Run:
         if self.finished or coordinator.agreed:
             self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing
 
-    def finish(self, write_report: Callable[[Path], Path]) -> None:
+    def finish(self, write_report: Callable[..., Path]) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""
         epochs, logger, stopped = self.state.epoch, self.logger, self.evaluations.hacked
         with self.saver.saving():

@@ -18,9 +18,11 @@ from .reward_hacking import of
 
 
 def write_summary(
-    logger: Logger, state: State, evaluations: Evaluations, peak_memory: int, write_report: Callable[[Path], Path]
+    logger: Logger, state: State, evaluations: Evaluations, peak_memory: int, write_report: Callable[..., Path]
 ) -> None:
-    """Print the summary and write summary.json, which marks the run as finished."""
+    """Print the summary, write the report and then summary.json, which marks the run as finished: one that is killed
+    before that goes on to its end again.
+    """
     epochs, best_by, rewards = state.epoch, evaluations.best_by, evaluations.rewards
     rows = logger.read_metrics()
     reward = f"eval/{next(iter(rewards.functions))}"
@@ -49,11 +51,11 @@ def write_summary(
         kept = where if where.is_dir() and read_header(where)["epoch"] == top["epoch"] else "not kept"
         logger.say(f"{best_by} was highest after {top['epoch']} epochs, {of(top, best_by):.4f}: {kept}")
     _show(logger, epochs, evaluations)
-    write_atomically(logger.folder / SUMMARY, json.dumps(summary, indent=1))
     try:
-        logger.say(f"all of it on one page: {write_report(logger.folder)}")
+        logger.say(f"all of it on one page: {write_report(logger.folder, summary=summary)}")
     except (InputError, OSError) as error:  # the run is whole without it, and `arborl report` makes it later
         logger.warn_once(f"no report was written ({error})")
+    write_atomically(logger.folder / SUMMARY, json.dumps(summary, indent=1))
     logger.say(f"metrics, pictures, trees and checkpoints: {logger.folder}")
 
 

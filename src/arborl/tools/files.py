@@ -1,6 +1,12 @@
-"""Files that are complete or not there, and locks that end with their process."""
+"""Files and folders that are complete or not there, that replace nothing but what may be replaced, and locks that end
+with their process.
+"""
 
+import errno
 import os
+import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +16,9 @@ from typing import IO
 from ..core.errors import InputError
 
 LOCK_ATTEMPTS = 3
+SCRATCH, MARK, MARK_TEXT = ".arborl-", "mark", b"A folder of ArboRL's, for what is being written; it may be removed.\n"
+"""Names of scratch folders begin so; the file in each that says whose it is, and what it says."""
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 try:
@@ -20,7 +29,7 @@ except ImportError:  # not on every system: there nobody is kept out
 
 def lock(path: Path) -> IO[bytes]:
     """Hold the lock on a file, which is made if need be, for as long as what is returned is open."""
-    file = path.open("ab")
+    file = open(path, "ab", opener=not_through_links)  # noqa: SIM115 (whoever holds the lock closes it)
     for attempt in range(LOCK_ATTEMPTS):
         try:
             if fcntl:
@@ -49,28 +58,104 @@ def is_locked(path: Path) -> bool:
 
 
 @contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A new hidden folder in a folder, for what takes its place there once it is complete; it goes with the block.
+
+    It holds a mark that is locked for as long as its maker lives, so that `remove_abandoned` knows whose it is.
+    """
+    made = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
+    mark: IO[bytes] | None = None
+    try:
+        mark = open(made / MARK, "xb")  # noqa: SIM115 (closed before the folder goes)
+        if fcntl:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mark.write(MARK_TEXT)  # not before it is locked: nobody takes it for abandoned in between
+        mark.flush()
+        yield made
+    finally:
+        if mark:
+            with suppress(OSError):  # the disk may be full
+                mark.close()
+        _remove_scratch(made)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the scratch folders in a folder whose makers were killed, and nothing else."""
+    for left in folder.glob(f"{SCRATCH}*"):
+        if not left.is_symlink() and _is_abandoned(left / MARK):
+            _remove_scratch(left)
+
+
+def _is_abandoned(mark: Path) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        with open(mark, "r+b", opener=not_through_links) as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # its maker holds it, or nobody can
+            return file.read(len(MARK_TEXT) + 1) == MARK_TEXT
+    except OSError:
+        return False
+
+
+def _remove_scratch(made: Path) -> None:
+    """The mark last: should this be cut short, what is left is still known."""
+    with suppress(OSError):
+        for entry in [entry for entry in made.iterdir() if entry.name != MARK]:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)  # a file that is open elsewhere, on NFS, goes the next time
+            else:
+                entry.unlink(missing_ok=True)
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
 def atomic(path: Path, cache: bool = False) -> Iterator[Path]:
     """A file that is there complete or as it was before: what is written aside, to the path that is given, takes its
-    place at the end of the block.
+    place at the end of the block. Only a file is ever replaced, no link and no folder.
 
-    A `cache` can be made again, and several processes may make it: each has a path of its own, and none waits for the
-    disk.
+    A `cache` can be made again, so nobody waits for the disk.
     """
-    aside = path.with_name(f".{path.name}{f'.{os.getpid()}' if cache else ''}.tmp")
-    try:
+    with scratch(path.parent) as folder:
+        aside = folder / path.name
         yield aside
         if not cache:
             fsync(aside)
+        check_is_file(path)
         aside.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
+
+
+def check_is_file(path: Path) -> None:
+    """Raise an error if something stands at a path that is not a file: a link leads to what somebody else made."""
+    kind = kind_of(path)
+    if kind not in (None, "file"):
+        raise FileExistsError(errno.EEXIST, f"{path.name} is a {kind} there", str(path))
+
+
+def kind_of(path: Path) -> str | None:
+    """What stands at a path: a file, a folder, a link, something else; None for nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
+    return kinds.get(stat.S_IFMT(mode), "device or pipe")
 
 
 def write_atomically(path: Path, text: str) -> None:
     with atomic(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def append(path: Path, text: str) -> None:
+    """Add to a file's end; it is made if need be."""
+    with open(path, "a", encoding="utf-8", opener=not_through_links) as file:
+        file.write(text)
+
+
+def not_through_links(path: str, flags: int) -> int:
+    """Opens a file for `open`, but not what a link of that name leads to, and waits for no pipe's other end."""
+    return os.open(path, flags | NO_LINK | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def fsync(path: Path) -> None:
