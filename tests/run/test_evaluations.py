@@ -84,7 +84,7 @@ class Story:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run_module, "evaluate", self.evaluate)
-            patch.setattr(trainer, "write_report", lambda folder: folder)
+            patch.setattr(trainer, "write_report", lambda folder, **_: folder)
             patch.setattr(Path, "rename", stepping(rename))
             patch.setattr(Path, "replace", stepping(replace))
             patch.setattr(Logger, "log", stepping(log))

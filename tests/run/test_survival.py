@@ -216,7 +216,7 @@ def test_a_run_that_is_killed_at_its_end_has_a_report_once_it_went_on(tmp_path: 
     assert (tmp_path / "cut" / "summary.json").is_file()
     page = (tmp_path / "cut" / "report.html").read_text()
     assert '"finished":true' in page
-    assert '"summary":{"heldout_before"' in page
+    assert '"summary":{"eval_before"' in page
 
 
 def test_a_run_that_is_killed_while_it_takes_its_folder_leaves_nothing_for_long(tmp_path: Path):
