@@ -39,7 +39,13 @@ def run(preset: str, overrides: list[str], seed: int, folder: str) -> tuple[Curv
     from arborl.core.errors import InputError
     from arborl.trainer import train
 
-    quiet = ["log.trackers=[]", "log.record_every=0", "log.save_every=100000", f"log.dir={folder}"]
+    quiet = [
+        "log.trackers=[]",
+        "log.record_every=0",
+        "log.save_every=100000",
+        "eval.num_between=0",
+        f"log.dir={folder}",
+    ]
     try:
         config = load_config(preset, [*quiet, *overrides, f"seed={seed}"])
         where = train(config)

@@ -66,7 +66,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)  # products as small as these only wait for one another
     own = ["model.family=own_model:Spot", "rewards=none", "rewards.side.fn=own_model:on_its_side"]
-    own += ["train.learning_rate=2e-3", "train.epochs=60", "eval.every=20", *sys.argv[1:]]
+    own += ["train.learning_rate=2e-3", "train.epochs=60", "eval.every=20", "eval.num_between=0", *sys.argv[1:]]
     weights = Path("runs/spot.pt")
     weights.parent.mkdir(exist_ok=True)
     pretrain(Spot(load_config("mixture", own), torch.device("cpu")), weights)

@@ -1,4 +1,4 @@
-"""Read a run's folder: the held-out curve, and the decision of a tree that mattered most. A few seconds.
+"""Read a run's folder: the curve of its evaluations, and the decision of a tree that mattered most. A few seconds.
 
     python examples/reading_a_run.py [runs/tree-1]
 
@@ -13,11 +13,15 @@ from matplotlib.figure import Figure
 from arborl import TreeFile, read_metrics
 
 
-def held_out(run):
-    """The first reward's name in the metrics, and (epochs, mean, standard error) of every evaluation."""
-    rows = [row for row in read_metrics(run) if any(name.startswith("eval/") for name in row)]
-    name = next(name for name in rows[0] if name.startswith("eval/"))
-    return name, [(row["epoch"], row[name], row[f"{name}_stderr"]) for row in rows]
+def evaluations(run):
+    """The first reward's name in the metrics, and (epochs, mean, standard error) of every evaluation.
+
+    Evaluations between the first and the last may have fewer pictures; then the numbers of these are in all of them.
+    """
+    rows = read_metrics(run)
+    names = [name for prefix in ("eval_between/", "eval/") for name in rows[0] if name.startswith(prefix)]
+    name = names[0]
+    return name, [(row["epoch"], row[name], row[f"{name}_stderr"]) for row in rows if name in row]
 
 
 def decision(tree):
@@ -40,7 +44,7 @@ def leaf_below(tree, edge):
 if __name__ == "__main__":
     newest = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
     run = Path(sys.argv[1]) if len(sys.argv) > 1 else newest[0].parent
-    name, curve = held_out(run)
+    name, curve = evaluations(run)
     for epochs, mean, error in curve:
         print(f"{name} after {epochs} epochs: {mean:.4f} ± {error:.4f}")
     tree = TreeFile.load(sorted((run / "trees").glob("*.json"))[-1])

@@ -8,7 +8,7 @@ import pytest
 from arborl.config import load_config
 from arborl.trainer import train
 
-QUIET = ["log.record_every=0", "log.trackers=[]", "log.save_every=1000"]
+QUIET = ["log.record_every=0", "log.trackers=[]", "log.save_every=1000", "eval.num_between=0"]
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
