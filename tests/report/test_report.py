@@ -383,6 +383,37 @@ def test_epochs_that_are_done_again_leave_nothing_behind(tmp_path: Path):
 
 
 @needs_browser
+@needs_browser
+@pytest.mark.parametrize(("settings", "lines", "points"), [([], 0, 2), (["eval.every=1"], 1, 4)])
+def test_two_evaluations_are_points_and_more_are_a_curve(
+    browser: Browser, tmp_path: Path, settings: list[str], lines: int, points: int
+):
+    quiet = ["train.epochs=3", "eval.every=0", "eval.num_prompts=3", "log.record_every=0", "log.trackers=[]"]
+    folder = train(load_config("mixture", [*quiet, *settings, f"log.dir={tmp_path}"]))
+    page = Opened(browser, folder / "report.html", WIDE)
+    assert page.complaints == []
+    assert page.count('#curves g[aria-label="line"][stroke="#1b6ca8"]') == lines
+    assert page.count('#curves g[aria-label="dot"][fill="#1b6ca8"] circle') == points
+    assert page.count('#curves g[aria-label="rule"][stroke="#1b6ca8"] line') == (0 if lines else points), "errors"
+    assert f"torch {torch.__version__}" in page.text("#environment")
+    assert "CPU" in page.text("#head .facts")
+
+
+@needs_browser
+def test_evaluations_of_fewer_pictures_are_a_curve_and_those_of_all_are_points(browser: Browser, tmp_path: Path):
+    settings = ["train.epochs=3", "eval.every=1", "eval.num_prompts=5", "eval.num_between=2", "log.record_every=0"]
+    folder = train(load_config("mixture", [*settings, "log.trackers=[]", f"log.dir={tmp_path}"]))
+    page = Opened(browser, folder / "report.html", WIDE)
+    assert page.count('#curves g[aria-label="line"][stroke="#d1495b"]') == 1
+    assert page.count('#curves g[aria-label="dot"][fill="#d1495b"] circle') == 4
+    assert page.count('#curves g[aria-label="dot"][fill="#1b6ca8"] circle') == 2
+    legend = page.text("#curves figcaption")
+    assert "the first 2 training prompts, by ODE" in legend
+    assert "all 5" in legend
+    rows = read_metrics(folder)
+    assert str(shown(rows[-1]["eval/place"])) in page.text("#head .headline")
+
+
 def test_several_rewards_are_each_shown_as_they_are(browser: Browser, tmp_path: Path):
     """A sum of z-scores is 0 whatever happens; a weight is no part of a score."""
     settings = ["+rewards.bright.fn=brightness", "+rewards.bright.weight=-2", "train.epochs=2", "sample.num_prompts=2"]
