@@ -42,7 +42,7 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         prompts = Prompts([*texts], {}) if texts else load_prompts(config.prompts.path)
         count = count or len(prompts)
     else:
-        prompts = evaluation_prompts(config, model_class(config))
+        prompts, _ = evaluation_prompts(config, model_class(config))
         count = count or min(16, len(prompts))
     prompts = prompts.take([i % len(prompts) for i in range(count)])
     earlier = _earlier(to)

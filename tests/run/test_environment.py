@@ -107,6 +107,11 @@ class TestWhatEvaluationsAreOf:
         with pytest.raises(SystemExit):
             main([])
         assert words in " ".join(capsys.readouterr().out.split())
+        with pytest.raises(SystemExit):
+            main(["eval", "--run", "runs/x", "--json"])
+        told = json.loads(capsys.readouterr().out)["evaluated_on"]
+        file = next((text.split("=")[1] for text in settings if text.startswith("eval.prompts=")), "")
+        assert told == (f"the prompts of {Path(file).resolve()}" if file else words)
         scripts = "".join(path.read_text() for path in (ROOT / "src/arborl/report/static").glob("*.js"))
         assert "held-out" not in scripts, "a page says what its data says"
 

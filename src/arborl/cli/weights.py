@@ -88,7 +88,7 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     config = config_of(run, config_name, overrides)
     rewards = rewards_of(config, trains=False)
     model_class(config).check(config, may_fetch=True)
-    prompts = evaluation_prompts(config, model_class(config))
+    prompts, called = evaluation_prompts(config, model_class(config))
     model = load_for_inference(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)
@@ -102,11 +102,13 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
             name: {"mean": number_or_null(mean), "stderr": number_or_null(found.stderr[name])}
             for name, mean in found.mean.items()
         }
-        output = {"prompts": found.prompts, "failed": max(found.failed.values())}
+        output = {"prompts": found.prompts, "evaluated_on": called, "failed": max(found.failed.values())}
         output |= {"rewards": {name: values for name, values in numbers.items() if name not in pictures}}
         click.echo(json.dumps(output | {"pictures": {name.split("/")[1]: numbers[name] for name in pictures}}))
         return
-    table = Table("reward", "mean", "± standard error", "without a score", title=f"{found.prompts} pictures")
+    table = Table(
+        "reward", "mean", "± standard error", "without a score", title=f"{found.prompts} pictures of {called}"
+    )
     for name, mean in found.mean.items():
         table.add_row(name, f"{mean:.4f}", f"{found.stderr[name]:.4f}", str(found.failed.get(name) or ""))
     out.print(table)

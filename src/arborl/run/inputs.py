@@ -63,11 +63,12 @@ def training_prompts(config: Config, family: type[Model]) -> PromptLists:
     return PromptLists(prompts, Prompts(list(family.heldout_prompts), {}) if family.heldout_prompts else prompts)
 
 
-def evaluation_prompts(config: Config, family: type[Model]) -> Prompts:
-    """Prompts of evaluations alone: a run's training file may have stayed elsewhere."""
+def evaluation_prompts(config: Config, family: type[Model]) -> tuple[Prompts, str]:
+    """Prompts of evaluations alone, and what they may be called: a run's training file may have stayed elsewhere."""
     if config.eval.prompts:
-        return load_prompts(config.eval.prompts, key="eval.prompts")
-    return training_prompts(config, family).evaluation
+        return load_prompts(config.eval.prompts, key="eval.prompts"), f"the prompts of {config.eval.prompts}"
+    lists = training_prompts(config, family)
+    return lists.evaluation, lists.evaluated_on
 
 
 @torch.no_grad()
