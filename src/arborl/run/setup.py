@@ -126,7 +126,7 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
     for text in changed:
         logger.say(f"changed from epoch {state.epoch} on: {text}")
     slow = too_slow(accelerator, sum(p.numel() for p in parts.model.module.parameters()))
-    for text in [*warnings_about(config), *launched_alone(), *slow, *_not_held_out(parts.prompts), *problems]:
+    for text in [*warnings_about(config), *launched_alone(), *slow, *_not_held_out(config, parts.prompts), *problems]:
         logger.warn_once(text)
     logger.warn_if_wrong(free_disk(config, state.parameters, logger.folder))
     made = parts.model, parts.rewards, parts.prompts.training, parts.prompts.evaluation
@@ -147,10 +147,12 @@ def _facts(prompts: PromptLists) -> dict[str, Any]:
     return counts | {"evaluated_on": prompts.evaluated_on}
 
 
-def _not_held_out(prompts: PromptLists) -> list[str]:
-    """A warning where evaluations draw what is trained on: that the score rises there says little of other prompts."""
+def _not_held_out(config: Config, prompts: PromptLists) -> list[str]:
+    """A warning where evaluations draw what is trained on: that the score rises there says little of other prompts. A
+    model that brings a list of its own, and no other, has none.
+    """
     shared, total = prompts.trained_on, len(prompts.evaluation)
-    if not shared:
+    if not shared or not (config.prompts.path or config.eval.prompts):
         return []
     if shared == total:
         return ["evaluations draw the training prompts, as nothing is held out: eval.prompts names others"]
