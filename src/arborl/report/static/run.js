@@ -145,10 +145,11 @@ function environmentSection(host, data) {
   const facts = {
     started: (start) => start.started, "after epochs": (start) => start.epoch, device: (start) => `${start.processes > 1 ? `${start.processes} × ` : ""}${text(start.device)}`,
     command: (start) => (start.command || []).join(" "), "in the folder": (start) => start.folder, host: (start) => `${text(start.host)}, ${text(start.cores)} cores, ${num((start.memory ?? NaN) / 2 ** 30, 3)} GiB, ${text(start.system)}`,
-    versions: (start) => `arborl ${text(start.arborl)}, Python ${text(start.python)}, ${text(start.packages)}${start.cuda ? `, CUDA ${start.cuda}` : ""}`, commits: (start) => start.commits, precision: (start) => start.mixed_precision, prompts: (start) => start.prompts,
+    versions: (start) => `arborl ${text(start.arborl)}, Python ${text(start.python)}, ${text(start.packages)}${start.cuda ? `, CUDA ${start.cuda}` : ""}`, commits: (start) => start.commits, precision: (start) => (start.mixed_precision === "no" ? "not mixed" : start.mixed_precision),
+    prompts: ({ prompts }) => prompts && `${num(prompts.training)} to train on; evaluations are of ${num(prompts.evaluation)} ${prompts.evaluated_on}`,
   };
   const starts = [...data.environment].reverse();
-  host.append(...starts.slice(0, 10).map((start) => h("table", { class: "settings" }, h("tbody", {}, Object.entries(facts).map(([name, of]) => h("tr", {}, h("td", {}, name), h("td", {}, text(of(start)))))))));
+  host.append(...starts.slice(0, 10).map((start) => h("table", { class: "settings starts" }, h("tbody", {}, Object.entries(facts).map(([name, of]) => h("tr", {}, h("td", {}, name), h("td", {}, text(of(start)))))))));
   if (starts.length > 10) host.append(h("p", { class: "note" }, `${starts.length} starts in all: environment.json has them.`));
   return true;
 }
