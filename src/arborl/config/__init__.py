@@ -4,21 +4,22 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, grammar_parser, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
 
 from ..core.errors import InputError, shortened
 from .bounds import check_bounds, check_path, check_text, kind_of, nearest
@@ -32,6 +33,15 @@ FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
 """Of a user's yaml file, its aliases written out; what is longer is no configuration, and could fill the memory."""
+
+ENVIRONMENT = (
+    *("HOME", "USER", "TMPDIR", "SCRATCH", "WORK", "HF_HOME"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_TMPDIR"),
+)
+"""Variables of the environment that settings may name as ${oc.env:NAME}: folders and jobs. Settings are resolved into
+config.yaml, onto the report's page and into addresses, and a yaml file may be anyone's: no other one is read for it.
+"""
+MAY_RESOLVE = re.compile(rf"\$\{{\s*(oc\.env:\s*({'|'.join(ENVIRONMENT)})\s*(,[^$]*)?|now:[^$]*)\}}")
 
 
 def presets() -> list[str]:
@@ -61,6 +71,7 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
 
 def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
+    overrides = [_bracketed(text) for text in overrides]
     keys = [_check_override(text).key_or_group for text in overrides]
     given = dict(zip(keys, overrides, strict=True))
     chosen = [text for key, text in zip(keys, overrides, strict=True) if key in groups()]
@@ -80,6 +91,7 @@ def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration a run was started with, from its folder, with overrides on top."""
+    overrides = [_bracketed(text) for text in overrides]
     with _one_line_errors("config", path, overrides):
         _check_yaml("config", path)
         merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_named_now(OmegaConf.load(path))))
@@ -104,7 +116,16 @@ def _as_named_now(settings: Any) -> Any:
 
 
 def save_config(config: Config, path: Path) -> None:
-    OmegaConf.save(OmegaConf.structured(config), path)
+    OmegaConf.save(OmegaConf.create(_literal(dataclasses.asdict(config))), path)
+
+
+def _literal(value: Any) -> Any:
+    """Settings in which every text is read back as it is: what looks like an interpolation was resolved already."""
+    if isinstance(value, dict):
+        return {name: _literal(inner) for name, inner in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in cast(list[Any], value)]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _compose(name: str, groups: Sequence[str]) -> DictConfig:
@@ -154,6 +175,34 @@ def _check_yaml(key: str, path: Path) -> None:
         raise InputError(key, path, "its aliases make it too large", f"at most {MOST_VALUES} values")
 
 
+def _check_interpolations(key: str, value: Any) -> None:
+    """Settings may name each other; of what is computed when they are read, only some of the environment and the time.
+
+    `value` is as it was written: nothing in it has been resolved yet.
+    """
+    if isinstance(value, Mapping):
+        for name, inner in cast(Mapping[Any, Any], value).items():
+            _check_interpolations(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for inner in cast(Sequence[Any], value):
+            _check_interpolations(key, inner)
+    elif isinstance(value, str):
+        for called in _resolvers(value) if "${" in value else ():
+            if not MAY_RESOLVE.fullmatch(called):
+                allowed = f"${{some.setting}}, ${{now:…}}, or ${{oc.env:NAME}} of {', '.join(ENVIRONMENT)}"
+                raise InputError(key, value, f"{called} is nothing that settings may ask for", allowed)
+
+
+def _resolvers(text: str) -> Iterator[str]:
+    """The interpolations in a text that call something, as they are written there."""
+    nodes: list[Any] = [grammar_parser.parse(text)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
+            yield node.getText()
+        nodes += getattr(node, "children", None) or []
+
+
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
     """The number of values in a document whose aliases are written out; infinite where one holds itself."""
     if id(node) not in known:
@@ -179,6 +228,26 @@ def _parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError):  # also lists in lists without end, numbers of 5000 digits
         raise InputError("override", text, "cannot be read", "key=value") from None
+
+
+def _bracketed(text: str) -> str:
+    """An override of a list with its brackets, which some shells take for a pattern: `a,b`, and `a` alone, are lists."""
+    if "=" not in text:
+        return text
+    override = _parse(text)
+    given, value = text.split("=", 1)
+    item, found = dict(knobs()).get(_generic(override.key_or_group)), override.value()
+    is_list = item is not None and get_origin(item.type) is list
+    if isinstance(found, ChoiceSweep) and found.simple_form and not found.shuffle:
+        takes_several = given == "rewards" or is_list or (item is not None and item.type is Any)
+        return f"{given}=[{value}]" if takes_several else text
+    single = isinstance(found, str | int) and found != "" and "$" not in str(found)
+    return f"{given}=[{value}]" if is_list and single else text
+
+
+def _generic(key: str) -> str:
+    """A key as `knobs` has it, whatever a reward is called."""
+    return re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
 
 
 def _apply(config: DictConfig, text: str) -> None:
@@ -208,13 +277,15 @@ def _check_override(text: str) -> Override:
             raise InputError(key, None, "cannot be deleted", "~rewards.<name>")
         return override
     if key in groups():
-        if value not in options(key):
-            raise InputError(key, value, f"no such option{nearest(value, options(key))}", ", ".join(options(key)))
+        names = value.removeprefix("[").removesuffix("]").split(",") if key == "rewards" else [value]
+        for name in map(str.strip, names):
+            if name not in options(key):
+                raise InputError(key, value, f"no such option{nearest(name, options(key))}", ", ".join(options(key)))
         return override
     if override.is_sweep_override():
         raise InputError(key, value, "is more than one value", "a single one; a text with commas in quotes")
     known = [name for name, _ in knobs()]
-    generic = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+    generic = _generic(key)
     if key in RENAMED:
         raise InputError(key, value, f"is called {RENAMED[key]} now", f"{RENAMED[key]}={value}")
     if generic not in known:
@@ -260,11 +331,12 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
         return InputError(key, None, f"unknown key in a yaml file{nearest(key, known)}")
     reason = shortened(re.sub(r"^In .* composing config:\n", "", text).partition("\n")[0])
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
-    item = dict(knobs()).get(re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key))
+    item = dict(knobs()).get(_generic(key))
     return InputError(key, value, reason[:1].lower() + reason[1:], kind_of(item) if item else None)
 
 
 def _as_object(composed: DictConfig) -> Config:
+    _check_interpolations("", OmegaConf.to_container(composed, resolve=False))
     config = cast(Config, OmegaConf.to_object(composed))
     # What yaml takes on and off for.
     config.compile = {"True": "on", "False": "off"}.get(config.compile, config.compile)
