@@ -214,7 +214,7 @@ SCALARS += [
 SCALARS += ["!!python/name:os.system", "'${tree}'", "{<<: {a: 1}}", '"\\0"', '"\\ud800"', '"\\n"']
 DEFAULTS = words(
     """tree schema _self_ nope mine 1 null [tree] {} ~ @x é '' '.' '..' '/' ../tree ../../etc/passwd /tree tree@a.b
-    ${oc.env:HOME} model:"""
+    ${oc.env:HOME} ${oc.env:PATH} model:"""
 )
 DEFAULTS += [
     "model: scenes",
@@ -392,8 +392,8 @@ class TestNamesOfRuns:
         assert not self.check(lambda: read_config(Path("config.yaml")))
         assert not self.check(lambda: load_config("tree", [f"run_name='{name}'"]))
         if "\0" not in name:
-            monkeypatch.setenv("A_NAME", name)
-            assert not self.check(lambda: load_config("tree", ["run_name=${oc.env:A_NAME}"]))
+            monkeypatch.setenv("SLURM_JOB_NAME", name)
+            assert not self.check(lambda: load_config("tree", ["run_name=${oc.env:SLURM_JOB_NAME}"]))
 
     @settings(max_examples=60 * MORE)
     @given(name=st.one_of(st.text(), st.text("ab./\\~-_ \n\0:", max_size=6), st.from_regex(r"[\w.-]{1,110}")))

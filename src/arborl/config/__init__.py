@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,12 +17,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf, grammar_parser, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
 
 from ..core.errors import InputError, shortened
 from .bounds import check_bounds, check_path, check_text, kind_of, nearest
+from .interpolation import check_interpolations, literal
 from .schema import Config, RewardConfig
 
 RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
@@ -33,15 +33,6 @@ FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
 """Of a user's yaml file, its aliases written out; what is longer is no configuration, and could fill the memory."""
-
-ENVIRONMENT = (
-    *("HOME", "USER", "TMPDIR", "SCRATCH", "WORK", "HF_HOME"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_TMPDIR"),
-)
-"""Variables of the environment that settings may name as ${oc.env:NAME}: folders and jobs. Settings are resolved into
-config.yaml, onto the report's page and into addresses, and a yaml file may be anyone's: no other one is read for it.
-"""
-MAY_RESOLVE = re.compile(rf"\$\{{\s*(oc\.env:\s*({'|'.join(ENVIRONMENT)})\s*(,[^$]*)?|now:[^$]*)\}}")
 
 
 def presets() -> list[str]:
@@ -116,16 +107,7 @@ def _as_named_now(settings: Any) -> Any:
 
 
 def save_config(config: Config, path: Path) -> None:
-    OmegaConf.save(OmegaConf.create(_literal(dataclasses.asdict(config))), path)
-
-
-def _literal(value: Any) -> Any:
-    """Settings in which every text is read back as it is: what looks like an interpolation was resolved already."""
-    if isinstance(value, dict):
-        return {name: _literal(inner) for name, inner in cast(dict[str, Any], value).items()}
-    if isinstance(value, list):
-        return [_literal(inner) for inner in cast(list[Any], value)]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    OmegaConf.save(OmegaConf.create(literal(dataclasses.asdict(config))), path)
 
 
 def _compose(name: str, groups: Sequence[str]) -> DictConfig:
@@ -175,34 +157,6 @@ def _check_yaml(key: str, path: Path) -> None:
         raise InputError(key, path, "its aliases make it too large", f"at most {MOST_VALUES} values")
 
 
-def _check_interpolations(key: str, value: Any) -> None:
-    """Settings may name each other; of what is computed when they are read, only some of the environment and the time.
-
-    `value` is as it was written: nothing in it has been resolved yet.
-    """
-    if isinstance(value, Mapping):
-        for name, inner in cast(Mapping[Any, Any], value).items():
-            _check_interpolations(f"{key}.{name}" if key else str(name), inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for inner in cast(Sequence[Any], value):
-            _check_interpolations(key, inner)
-    elif isinstance(value, str):
-        for called in _resolvers(value) if "${" in value else ():
-            if not MAY_RESOLVE.fullmatch(called):
-                allowed = f"${{some.setting}}, ${{now:…}}, or ${{oc.env:NAME}} of {', '.join(ENVIRONMENT)}"
-                raise InputError(key, value, f"{called} is nothing that settings may ask for", allowed)
-
-
-def _resolvers(text: str) -> Iterator[str]:
-    """The interpolations in a text that call something, as they are written there."""
-    nodes: list[Any] = [grammar_parser.parse(text)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
-            yield node.getText()
-        nodes += getattr(node, "children", None) or []
-
-
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
     """The number of values in a document whose aliases are written out; infinite where one holds itself."""
     if id(node) not in known:
@@ -231,7 +185,7 @@ def _parse(text: str) -> Override:
 
 
 def _bracketed(text: str) -> str:
-    """An override of a list with its brackets, which some shells take for a pattern: `a,b`, and `a` alone, are lists."""
+    """An override of a list with its brackets, a pattern to some shells: `a,b`, and `a` alone, are lists too."""
     if "=" not in text:
         return text
     override = _parse(text)
@@ -336,7 +290,7 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
 
 
 def _as_object(composed: DictConfig) -> Config:
-    _check_interpolations("", OmegaConf.to_container(composed, resolve=False))
+    check_interpolations("", OmegaConf.to_container(composed, resolve=False))
     config = cast(Config, OmegaConf.to_object(composed))
     # What yaml takes on and off for.
     config.compile = {"True": "on", "False": "off"}.get(config.compile, config.compile)
