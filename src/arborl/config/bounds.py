@@ -77,7 +77,9 @@ def check_text(key: str, value: str) -> None:
 def check_path(key: str, value: str) -> None:
     """It need not be there, but it must be possible to ask."""
     try:
-        Path(value).stat()
+        Path(value).expanduser().stat()
+    except RuntimeError:
+        raise InputError(key, value, "begins with a home folder that is not known here", "a path without ~") from None
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
