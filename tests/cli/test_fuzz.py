@@ -6,6 +6,7 @@
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from arborl.config.schema import Config
 from arborl.core.errors import InputError
 from arborl.engine.cost import forecast
 from arborl.engine.method import check_plan, warnings_about
+from arborl.trainer import train
 
 MORE = int(os.environ.get("FUZZ", "1"))
 
@@ -151,6 +153,9 @@ SLIPS = {
     "more than 64 bits": ([f"train.epochs={10**400}"], "train.epochs: .* more than 64 bits"),
     "and in a list": ([f"prune.depth=[{10**30}]"], "prune.depth: .* more than 64 bits"),
     "beyond floats": ([f"train.clip={10**400}"], "train.clip=1000.*cannot be read"),
+    "beyond what is computed with": (["train.clip=1e300"], "train.clip=1e.300: .*up to 1e.30"),
+    "and below": (["rewards.x.weight=-1e300"], "rewards.x.weight=-1e.300: .*up to 1e.30"),
+    "longer than a socket waits": (["rewards.x.timeout=1e30"], "rewards.x.timeout=1e.30: .*at most 1000000"),
     "more digits than Python reads": (["seed=" + "9" * 5000], "override=seed=999.*…: cannot be read"),
     "a shift that leaves no levels": (["sample.sigmas=shift", "sample.shift=1e300"], "sample.shift=1e.300"),
     "one step of a scheduler": (["sample.num_steps=1"], "sample.num_steps=1: "),
@@ -185,6 +190,24 @@ class TestOverrides:
         given, said = SLIPS[name]
         line = outcome(lambda: load_config("tree", given))
         assert re.search(said, line), line
+
+
+LIMITS = {  # each with what it is tried at
+    "train.clip": "1e30",
+    "train.adv_clip": "1e30",
+    "train.learning_rate": "1e30",
+    "train.max_grad_norm": "1e30",
+    "train.kl": "1e30",
+    "advantage.temperature": "1e-320",
+}
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_what_is_allowed_can_be_computed_with(key: str, tmp_path: Path):
+    """Up to the largest number, and down to the smallest: a run, or one line that says what came of it."""
+    small = ["train.epochs=1", "eval.num_prompts=1", "log.record_every=0", "log.trackers=[]", f"log.dir={tmp_path}"]
+    with suppress(InputError):
+        assert (train(load_config("mixture", [*small, f"{key}={LIMITS[key]}"])) / "summary.json").is_file()
 
 
 SCALARS = [*TEXTS, *INTEGERS, *FLOATS, "[]", "[1, 2]", "[[1]]", "{a: 1}", "{1: 2}", "{null: 1}", "{[1]: 2}", "'???'"]

@@ -21,6 +21,9 @@ LIMITS = {
 }
 """The bounds of a number in words, and what holds within them; for nan, which is unlike everything, none does."""
 
+LARGEST = 1e30
+"""Of settings: float32, which they are computed with, ends at 3e38, and some are divided by small numbers before."""
+
 
 def check_bounds(section: Any, prefix: str = "") -> None:
     for item in dataclasses.fields(section):
@@ -64,6 +67,8 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | N
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, int) and abs(value) >= 2**63:
             raise InputError(key, None, "is a number of more than 64 bits", allowed or None)
+        if isinstance(value, float) and LARGEST < abs(value) < math.inf:
+            raise InputError(key, value, "is beyond the numbers that are computed with", f"up to {LARGEST:g}")
         if not all(LIMITS[name][1](value, bound) for name, bound in bounds.items()) or not math.isfinite(value):
             raise InputError(key, value, "is out of range", allowed or "a finite number")
 
