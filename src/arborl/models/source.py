@@ -116,7 +116,9 @@ class Source:
         name = self.class_name(part)
         found = None if name.startswith("_") else getattr(diffusers, name, None)
         if not (isinstance(found, type) and hasattr(found, "from_config")):
-            raise InputError("model.path", self.path, f"its index names {_shown(name)} as its {part}", "what diffusers has")
+            raise InputError(
+                "model.path", self.path, f"its index names {_shown(name)} as its {part}", "what diffusers has"
+            )
         return found
 
     def check_kinds(self, part: str) -> None:
@@ -209,7 +211,7 @@ def _kinds(value: object) -> set[str]:
     """The kinds of values in a setting, also in lists of them; nothing for null, which all may be."""
     if isinstance(value, list | tuple):
         return {kind for each in value for kind in _kinds(each)}
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) < 2**31):
         return {"no number"}
     kinds = {str: "text", bool: "number", int: "number", float: "number", type(None): ""}
     return {kinds.get(type(value), "section")} - {""}

@@ -16,6 +16,7 @@ from ..config import save_config
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
 from ..tools.files import fsync, umask, write_atomically
+from ..tools.finite_json import finite_json
 from .paths import CONFIG, EVALUATIONS, METRICS, SUMMARY
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
@@ -55,8 +56,10 @@ def _read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
+        row = finite_json(line)
+        if not isinstance(row, dict) or type(row.get("epoch")) is not int or row["epoch"] < 0:
+            raise ValueError
+        if not all(value is None or isinstance(value, int | float) for value in row.values()):
             raise ValueError
         return row
     except ValueError:
@@ -68,9 +71,12 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """What a finished run came to; None while it is not finished."""
     path = folder / SUMMARY
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        found = finite_json(path.read_bytes()) if path.is_file() else None
     except ValueError:
         raise summary_damaged(folder) from None
+    if found is not None and not isinstance(found, dict):
+        raise summary_damaged(folder)
+    return found
 
 
 def summary_damaged(folder: Path) -> InputError:
@@ -84,7 +90,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def training_seconds(row: dict[str, Any]) -> float:
     """Seconds of an epoch, evaluation apart."""
-    return row["step_time"] - row.get("time/evaluate", 0.0)
+    return (row.get("step_time") or 0.0) - (row.get("time/evaluate") or 0.0)
 
 
 def evaluation_in(row: Mapping[str, Any]) -> dict[str, Any]:
