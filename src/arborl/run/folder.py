@@ -57,9 +57,7 @@ def _read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
     try:
         row = finite_json(line)
-        if not isinstance(row, dict) or type(row.get("epoch")) is not int or row["epoch"] < 0:
-            raise ValueError
-        if not all(value is None or isinstance(value, int | float) for value in row.values()):
+        if not isinstance(row, dict) or not is_row(row):
             raise ValueError
         return row
     except ValueError:
@@ -67,14 +65,22 @@ def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
         raise InputError("run", folder, problem, "the run without that line") from None
 
 
+def is_row(row: Mapping[str, Any]) -> bool:
+    """Whether this is an epoch and numbers, some of which may be missing."""
+    has_epoch = type(row.get("epoch")) is int and row["epoch"] >= 0
+    return has_epoch and all(value is None or isinstance(value, int | float) for value in row.values())
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """What a finished run came to; None while it is not finished."""
     path = folder / SUMMARY
+    if not path.is_file():
+        return None
     try:
-        found = finite_json(path.read_bytes()) if path.is_file() else None
+        found = finite_json(path.read_bytes())
     except ValueError:
         raise summary_damaged(folder) from None
-    if found is not None and not isinstance(found, dict):
+    if not isinstance(found, dict):
         raise summary_damaged(folder)
     return found
 
@@ -83,9 +89,10 @@ def summary_damaged(folder: Path) -> InputError:
     return InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file")
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """JSON has no NaN: a number that is none is null."""
-    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+    infinite = float("inf")
+    return {n: None if value is None or not abs(value) < infinite else value for n, value in metrics.items()}
 
 
 def training_seconds(row: dict[str, Any]) -> float:
