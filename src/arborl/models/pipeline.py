@@ -145,6 +145,8 @@ class PipelineModel(Model):
                 source.class_name(name)
         for part in (cls.trained_component, "vae", "scheduler"):
             source.check_kinds(part)
+        for key in ("scaling_factor", "shift_factor"):
+            source.config("vae").check_number(key)
 
     @classmethod
     def meta_module(cls, source: Source) -> torch.nn.Module:

@@ -45,6 +45,11 @@ class PartConfig(dict[str, Any]):
             raise self._wrong(key, "a list of whole numbers")
         return [self._checked(key, value) for value in values]
 
+    def check_number(self, key: str) -> None:
+        """Refuse what is no number; it may be missing."""
+        if self.get(key) is not None and _kinds(self[key]) != {"number"}:
+            raise self._wrong(key, "a number")
+
     def _checked(self, key: str, value: Any) -> int:
         if type(value) is not int or not 0 < value < 2**31:
             raise self._wrong(key, "a whole number above 0")
@@ -115,7 +120,8 @@ class Source:
 
         name = self.class_name(part)
         found = None if name.startswith("_") else getattr(diffusers, name, None)
-        if not (isinstance(found, type) and hasattr(found, "from_config")):
+        kind = diffusers.SchedulerMixin if part == "scheduler" else torch.nn.Module
+        if not (isinstance(found, type) and issubclass(found, kind) and hasattr(found, "from_config")):
             raise InputError(
                 "model.path", self.path, f"its index names {_shown(name)} as its {part}", "what diffusers has"
             )
