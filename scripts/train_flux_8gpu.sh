@@ -5,4 +5,4 @@
 set -euo pipefail
 prompts=${1:?a file of prompts}
 accelerate launch --num_processes="${GPUS:-8}" "$(dirname "$0")/../train.py" --config-name flux_branch \
-    prompts.path="$prompts" tree.split_points=[0,3,6,9] tree.split_noise_scale=4 "${@:2}"
+    prompts.path="$prompts" tree.split_points=0,3,6,9 tree.split_noise_scale=4 "${@:2}"

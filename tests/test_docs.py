@@ -118,6 +118,28 @@ def test_marks(tmp_path: Path):
     assert shell(page) == [Command(["b", "-c", "x=[d,e]"], False, {"A": "1"}), Command(["g", "$(h i)"])]
 
 
+def patterns(page: str) -> list[str]:
+    """Lines of shell on a page, and commands inside its text, with what zsh takes for a pattern outside quotes: it
+    refuses a command whose pattern no file has.
+    """
+    blocks = [block for kind, block in FENCED.findall(page) if kind in ("sh", "bash", "console", "shell")]
+    inline = re.findall(r"`((?:arborl|python|pip|torchrun|accelerate) [^`]+)`", FENCED.sub("", page))
+    plain = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?:^|(?<=\s))#.*""", re.MULTILINE)
+    lines = [line for block in blocks for line in plain.sub("", block).splitlines()]
+    return [line for line in [*lines, *(plain.sub("", text) for text in inline)] if re.search(r"[\[\]*?]", line)]
+
+
+def test_patterns():
+    page = "```sh\na x=[1]\nb 'x=[1]' \"y=[2]\" z=\\[3\\]  # [4]\nc *.png\n# d?\ne 'f\n[g]'\n```\n"
+    page += "`arborl x=[1]` `y=[1]` `arborl 'z=[1]'`\n"
+    assert patterns(page) == ["a x=[1]", "c *.png", "arborl x=[1]"]
+
+
+@every_page
+def test_commands_can_be_pasted_into_zsh(page: Path):
+    assert patterns(page.read_text()) == []
+
+
 SHELLS_OWN = {".", "cd", "cat", "ls", "open", "source", "export", "git"}
 OF_OTHERS = {"tensorboard", "accelerate", "torchrun", "hf", "wandb"}
 

@@ -6,6 +6,7 @@
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from arborl.core.errors import InputError
 from arborl.engine.cost import forecast
 from arborl.engine.method import check_plan, warnings_about
 from arborl.run.folder import check_folder
+from arborl.trainer import train
 
 MORE = int(os.environ.get("FUZZ", "1"))
 
@@ -152,8 +154,11 @@ SLIPS = {
     "more than 64 bits": ([f"train.epochs={10**400}"], "train.epochs: .* more than 64 bits"),
     "and in a list": ([f"prune.depth=[{10**30}]"], "prune.depth: .* more than 64 bits"),
     "beyond floats": ([f"train.clip={10**400}"], "train.clip=1000.*cannot be read"),
+    "beyond what is computed with": (["train.clip=1e300"], "train.clip=1e.300: .*up to 1e.30"),
+    "and below": (["rewards.x.weight=-1e300"], "rewards.x.weight=-1e.300: .*up to 1e.30"),
+    "longer than a socket waits": (["rewards.x.timeout=1e30"], "rewards.x.timeout=1e.30: .*at most 1000000"),
     "more digits than Python reads": (["seed=" + "9" * 5000], "override=seed=999.*…: cannot be read"),
-    "a shift that leaves no levels": (["sample.sigmas=shift", "sample.shift=1e300"], "sample.shift=1e.300"),
+    "a shift that leaves no levels": (["sample.sigmas=shift", "sample.shift=1e29"], "sample.shift=1e.29"),
     "one step of a scheduler": (["sample.num_steps=1"], "sample.num_steps=1: "),
     "lists in lists": (["tree.split_points=" + "[" * 300 + "]" * 300], "tree.split_points="),
     "a list that is none": (["prune.depth=${tree.w}"], "prune.depth=.*a list, such as"),
@@ -188,6 +193,24 @@ class TestOverrides:
         assert re.search(said, line), line
 
 
+LIMITS = {  # each with what it is tried at
+    "train.clip": "1e30",
+    "train.adv_clip": "1e30",
+    "train.learning_rate": "1e30",
+    "train.max_grad_norm": "1e30",
+    "train.kl": "1e30",
+    "advantage.temperature": "1e-320",
+}
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_what_is_allowed_can_be_computed_with(key: str, tmp_path: Path):
+    """Up to the largest number, and down to the smallest: a run, or one line that says what came of it."""
+    small = ["train.epochs=1", "eval.num_prompts=1", "log.record_every=0", "log.trackers=[]", f"log.dir={tmp_path}"]
+    with suppress(InputError):
+        assert (train(load_config("mixture", [*small, f"{key}={LIMITS[key]}"])) / "summary.json").is_file()
+
+
 SCALARS = [*TEXTS, *INTEGERS, *FLOATS, "[]", "[1, 2]", "[[1]]", "{a: 1}", "{1: 2}", "{null: 1}", "{[1]: 2}", "'???'"]
 SCALARS += [
     "2001-01-01",
@@ -215,7 +238,7 @@ SCALARS += [
 SCALARS += ["!!python/name:os.system", "'${tree}'", "{<<: {a: 1}}", '"\\0"', '"\\ud800"', '"\\n"']
 DEFAULTS = words(
     """tree schema _self_ nope mine 1 null [tree] {} ~ @x é '' '.' '..' '/' ../tree ../../etc/passwd /tree tree@a.b
-    ${oc.env:HOME} model:"""
+    ${oc.env:HOME} ${oc.env:PATH} model:"""
 )
 DEFAULTS += [
     "model: scenes",
@@ -399,8 +422,8 @@ class TestNamesOfRuns:
         assert not self.check(lambda: new_run(read_config(Path("config.yaml"))))
         assert not self.check(lambda: load_config("tree", [f"run_name='{name}'"]))
         if "\0" not in name:
-            monkeypatch.setenv("A_NAME", name)
-            assert not self.check(lambda: load_config("tree", ["run_name=${oc.env:A_NAME}"]))
+            monkeypatch.setenv("SLURM_JOB_NAME", name)
+            assert not self.check(lambda: load_config("tree", ["run_name=${oc.env:SLURM_JOB_NAME}"]))
 
     @settings(max_examples=60 * MORE)
     @given(name=st.one_of(st.text(), st.text("ab./\\~-_ \n\0:", max_size=6), st.from_regex(r"[\w.-]{1,110}")))

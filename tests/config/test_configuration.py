@@ -1,11 +1,18 @@
 """Presets and groups compose, every knob has its sentence, and settings survive their file."""
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from arborl.compare.runs import Cell, Protocol, config_of_run
 from arborl.config import groups, knobs, load_config, options, presets, read_config, save_config
+from arborl.config.interpolation import ENVIRONMENT
 from arborl.core.advantage import ADVANTAGES
 from arborl.core.errors import InputError
 from arborl.core.kernels import KERNELS
@@ -75,3 +82,147 @@ def test_yaml_takes_on_for_true(tmp_path):
     for written, meant in (("on", "on"), ("off", "off"), ("auto", "auto"), ("true", "on")):
         (tmp_path / "own.yaml").write_text(f"defaults: [tree, _self_]\ncompile: {written}\n")
         assert load_config(str(tmp_path / "own.yaml"), []).compile == meant
+
+
+SECRET = "not-for-the-page"
+ASKS = {
+    "the environment": "${oc.env:A_KEY}",
+    "with spaces": "${ oc.env : A_KEY }",
+    "quoted": "${oc.env:'A_KEY'}",
+    "inside a text": "http://host/${oc.env:A_KEY}/x",
+    "as a default": "${oc.env:NOT_THERE,${oc.env:A_KEY}}",
+    "as the default of one that is allowed": "${oc.env:TMPDIR,${oc.env:A_KEY}}",
+    "decoded": "${oc.decode:${oc.env:A_KEY}}",
+    "decoded from a text": "${oc.decode:'${oc.env:A_KEY}'}",
+    "by a name that another setting has": "${oc.env:${run_name}}",
+    "by a function that another setting names": "${${run_name}.env:A_KEY}",
+    "within another key": "${tree.${oc.env:A_KEY}}",
+    "selected": "${oc.select:nowhere,${oc.env:A_KEY}}",
+    "of Hydra": "${hydra:runtime.cwd}",
+    "of the program's own": "${own:A_KEY}",
+}
+"""Ways to have something computed when settings are read."""
+
+
+class TestEnvironment:
+    """A yaml file may be anyone's, and settings stand in config.yaml, on the page and in addresses."""
+
+    @pytest.fixture(autouse=True)
+    def key(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        monkeypatch.setenv("A_KEY", SECRET)
+        monkeypatch.chdir(tmp_path)
+        OmegaConf.register_new_resolver("own", lambda name: os.environ[name])
+        yield
+        OmegaConf.clear_resolver("own")
+
+    @pytest.mark.parametrize("how", ASKS)
+    def test_nothing_of_it_is_read(self, how: str, tmp_path: Path):
+        asks, file = ASKS[how], tmp_path / "mine.yaml"
+        run = "A_KEY" if how == "by a name that another setting has" else "oc"
+        rewards = {"mine": {"url": asks}, "others": {"url": ["http://a", asks]}}
+        for own in ({"rewards": rewards}, {"sample": {"negative_prompt": asks}}, {"log": {"trackers": [asks]}}):
+            file.write_text(yaml.safe_dump({"defaults": ["tree", "_self_"], "run_name": run, **own}))
+            with pytest.raises(InputError) as refused:
+                load_config(str(file))
+            assert "settings may ask for" in str(refused.value)
+            assert SECRET not in str(refused.value)
+            file.write_text(yaml.safe_dump({"run_name": run, **own}))  # as a run's own
+            with pytest.raises(InputError, match="settings may ask for"):
+                read_config(file)
+
+    @pytest.mark.parametrize(
+        "asks", ["${oc.env:A_KEY}", "a${oc.env: A_KEY}", "[${oc.env:A_KEY}]", "{a:${oc.env:A_KEY}}"]
+    )
+    def test_nor_by_an_override(self, asks: str, tmp_path: Path):
+        save_config(load_config("tree"), tmp_path / "config.yaml")
+        for key in ("rewards.scene.url", "rewards.scene.fn", "prompts.path", "eval.rewards"):
+            said: list[str] = []
+            for read in (
+                lambda own: load_config("tree", [own]),
+                lambda own: read_config(tmp_path / "config.yaml", [own]),
+                lambda own: config_of_run(Cell(f"tree '{own}'"), Protocol((0,), 1.0), 0, tmp_path),
+                lambda own: config_of_run(Cell("tree"), Protocol((0,), 1.0, common=(own,)), 0, tmp_path),
+            ):
+                with pytest.raises(InputError) as refused:
+                    read(f"{key}={asks}")
+                said.append(str(refused.value))
+            assert not [line for line in said if SECRET in line]
+
+    def test_folders_and_jobs_are(self, monkeypatch: pytest.MonkeyPatch):
+        for name in ENVIRONMENT:
+            monkeypatch.setenv(name, f"its_{name}")
+            assert load_config("tree", [f"run_name=a-${{oc.env:{name}}}"]).run_name == f"a-its_{name}"
+            monkeypatch.delenv(name)
+            assert load_config("tree", [f"log.dir=${{oc.env:{name},elsewhere}}"]).log.dir == "elsewhere"
+
+    def test_the_time_is(self):
+        assert load_config("tree", ["run_name=${now:%Y}"]).run_name.isdigit()
+
+    def test_settings_name_each_other(self, tmp_path: Path):
+        own = "log: {save_every: '${train.epochs}'}\nrun_name: w${tree.w}-${advantage.name}\ntree: {w: 2}\n"
+        (tmp_path / "mine.yaml").write_text(f"defaults: [tree, _self_]\n{own}")
+        config = load_config(str(tmp_path / "mine.yaml"), ["train.epochs=7", "eval.every=${train.epochs}"])
+        assert (config.log.save_every, config.eval.every, config.run_name) == (7, 7, "w2-tree")
+
+    def test_what_is_escaped_stays_a_text(self, tmp_path: Path):
+        """Also when a run's settings are read again."""
+        text = r"\${oc.env:A_KEY} \${seed}"
+        config = load_config("tree", [f"rewards.scene.fn='{text}'"])
+        assert config.rewards["scene"].fn == "${oc.env:A_KEY} ${seed}"
+        save_config(config, tmp_path / "config.yaml")
+        assert read_config(tmp_path / "config.yaml") == config
+
+    @settings(max_examples=50)
+    @given(
+        text=st.lists(st.sampled_from(["\\", "${", "seed", "oc.env:A_KEY", "}", "'", " a"]), max_size=7).map("".join)
+    )
+    def test_any_text_survives_its_file(self, text: str):
+        config = load_config("tree")
+        config.rewards["scene"].fn, config.eval.rewards, config.rewards["scene"].url = text, [text], [text]
+        save_config(config, Path("config.yaml"))
+        assert read_config(Path("config.yaml")) == config
+
+
+class TestLists:
+    """Brackets are a pattern to zsh, so that they may be left out."""
+
+    SAME = (
+        ("eval.rewards=[jpeg,scene]", "eval.rewards=jpeg,scene"),
+        ("eval.rewards=[jpeg]", "eval.rewards=jpeg"),
+        ("prune.depth=[1,2]", "prune.depth=1,2"),
+        ("prune.depth=[3]", "prune.depth=3"),
+        ("tree.split_points=[0,2]", "tree.split_points=0,2"),
+        ("log.trackers=[tensorboard,wandb]", "log.trackers=tensorboard,wandb"),
+        ("model.lora.targets=['to_out.0',to_q]", "model.lora.targets='to_out.0',to_q"),
+        ("rewards.x.url=[http://a:1,http://b:2]", "rewards.x.url=http://a:1,http://b:2"),
+        ("rewards=[brightness,jpeg]", "rewards=brightness,jpeg"),
+        ("rewards=[jpeg]", "rewards=jpeg"),
+    )
+
+    @pytest.mark.parametrize(("with_brackets", "without"), SAME)
+    def test_brackets_may_be_left_out(self, with_brackets: str, without: str, tmp_path: Path):
+        assert load_config("tree", [without]) == load_config("tree", [with_brackets]) != load_config("tree")
+        if not without.startswith("rewards="):
+            save_config(load_config("tree"), tmp_path / "config.yaml")
+            assert read_config(tmp_path / "config.yaml", [without]) == load_config("tree", [with_brackets])
+
+    def test_every_list_takes_them(self):
+        lists = [key for key, item in knobs() if "list[" in str(item.type)]
+        assert len(lists) > 4
+        for key in lists:
+            assert load_config("tree", [f"{key}=1,2"]) == load_config("tree", [f"{key}=[1,2]"])
+
+    def test_several_rewards_are_trained_on(self):
+        assert [*load_config("tree", ["rewards=brightness,jpeg"]).rewards] == ["brightness", "jpeg"]
+        with pytest.raises(InputError, match=r"nearest: jpeg"):
+            load_config("tree", ["rewards=brightness,jpg"])
+
+    @pytest.mark.parametrize("text", ["tree.w=1,2", "sample.negative_prompt=a,b", "run_name=a,b", "model.path=a,b"])
+    def test_what_is_no_list_takes_one_value(self, text: str):
+        with pytest.raises(InputError, match="more than one value"):
+            load_config("tree", [text])
+
+    @pytest.mark.parametrize("text", ["algo=tree,mix", "eval.rewards=shuffle(a,b)", "eval.rewards=", "prune.depth=a"])
+    def test_nor_is_everything_a_list(self, text: str):
+        with pytest.raises(InputError):
+            load_config("tree", [text])

@@ -146,17 +146,34 @@ def test_texts_that_are_always_needed_are_among_the_missing(tmp_path: Path):
     assert cache.missing(["a", "b", "a"]) == ["", "a", "b"]
 
 
-def test_a_fingerprint_tells_files_apart(tmp_path: Path):
+def test_a_fingerprint_is_of_names_and_contents(tmp_path: Path):
     small, large = tmp_path / "config.json", tmp_path / "model.safetensors"
     small.write_text("{}")
-    large.write_bytes(os.urandom(2**24))
+    large.write_bytes(os.urandom(2**21))
     before = fingerprint([small, large], tmp_path)
     assert fingerprint([large, small], tmp_path) == before
     small.write_text("{ }")
     assert fingerprint([small, large], tmp_path) != before
     small.write_text("{}")
-    large.write_bytes(os.urandom(2**24))  # the same size, trained further
-    assert fingerprint([small, large], tmp_path) != before
+    assert fingerprint([small, large], tmp_path) == before
+    small.rename(tmp_path / "other.json")
+    assert fingerprint([tmp_path / "other.json", large], tmp_path) != before
+
+
+@pytest.mark.parametrize("size", [2**10, 2**24])
+def test_a_byte_anywhere_is_another_file(size: int, tmp_path: Path):
+    """Such as in a download that was damaged, and then mended, in a file of the same size and date."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(size))
+    os.utime(file, (10**9, 10**9))
+    seen = {fingerprint([file], tmp_path)}
+    for place in (0, size // 3 + 1, size // 2 + 70, size - 1):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(b"x")
+        os.utime(file, (10**9, 10**9))
+        seen.add(fingerprint([file], tmp_path))
+    assert len(seen) == 5
 
 
 def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

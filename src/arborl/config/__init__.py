@@ -8,20 +8,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.errors import InputError, shortened
 from .bounds import check_bounds, check_path, check_text, kind_of, nearest
+from .interpolation import check_interpolations, literal
 from .schema import Config, RewardConfig
 
 RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
@@ -63,6 +64,7 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
 
 def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
+    overrides = [_bracketed(text) for text in overrides]
     keys = [_check_override(text).key_or_group for text in overrides]
     given = dict(zip(keys, overrides, strict=True))
     chosen = [text for key, text in zip(keys, overrides, strict=True) if key in groups()]
@@ -84,6 +86,7 @@ def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration a run was started with, from its folder, with overrides on top."""
+    overrides = [_bracketed(text) for text in overrides]
     with _one_line_errors("config", path, overrides):
         _check_yaml("config", path)
         merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_of_now(OmegaConf.load(path))))
@@ -113,7 +116,7 @@ def _as_of_now(settings: Any) -> Any:
 
 
 def save_config(config: Config, path: Path) -> None:
-    OmegaConf.save(OmegaConf.structured(config), path)
+    OmegaConf.save(OmegaConf.create(literal(dataclasses.asdict(config))), path)
 
 
 def _compose(name: str, groups: Sequence[str]) -> DictConfig:
@@ -190,6 +193,26 @@ def _parse(text: str) -> Override:
         raise InputError("override", text, "cannot be read", "key=value") from None
 
 
+def _bracketed(text: str) -> str:
+    """An override of a list with its brackets, a pattern to some shells: `a,b`, and `a` alone, are lists too."""
+    if "=" not in text:
+        return text
+    override = _parse(text)
+    given, value = text.split("=", 1)
+    item, found = dict(knobs()).get(_generic(override.key_or_group)), override.value()
+    is_list = item is not None and get_origin(item.type) is list
+    if isinstance(found, ChoiceSweep) and found.simple_form and not found.shuffle:
+        takes_several = given == "rewards" or is_list or (item is not None and item.type is Any)
+        return f"{given}=[{value}]" if takes_several else text
+    single = isinstance(found, str | int) and found != "" and "$" not in str(found)
+    return f"{given}=[{value}]" if is_list and single else text
+
+
+def _generic(key: str) -> str:
+    """A key as `knobs` has it, whatever a reward is called."""
+    return re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+
+
 def _apply(config: DictConfig, text: str) -> None:
     """One override of a single key, put into a composed configuration."""
     override = _parse(text)
@@ -217,13 +240,15 @@ def _check_override(text: str) -> Override:
             raise InputError(key, None, "cannot be deleted", "~rewards.<name>")
         return override
     if key in groups():
-        if value not in options(key):
-            raise InputError(key, value, f"no such option{nearest(value, options(key))}", ", ".join(options(key)))
+        names = value.removeprefix("[").removesuffix("]").split(",") if key == "rewards" else [value]
+        for name in map(str.strip, names):
+            if name not in options(key):
+                raise InputError(key, value, f"no such option{nearest(name, options(key))}", ", ".join(options(key)))
         return override
     if override.is_sweep_override():
         raise InputError(key, value, "is more than one value", "a single one; a text with commas in quotes")
     known = [name for name, _ in knobs()]
-    generic = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+    generic = _generic(key)
     if key in RENAMED:
         raise InputError(key, value, f"is called {RENAMED[key]} now", f"{RENAMED[key]}={value}")
     if generic not in known:
@@ -269,11 +294,12 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
         return InputError(key, None, f"unknown key in a yaml file{nearest(key, known)}")
     reason = shortened(re.sub(r"^In .* composing config:\n", "", text).partition("\n")[0])
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)
-    item = dict(knobs()).get(re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key))
+    item = dict(knobs()).get(_generic(key))
     return InputError(key, value, reason[:1].lower() + reason[1:], kind_of(item) if item else None)
 
 
 def _as_object(composed: DictConfig) -> Config:
+    check_interpolations("", OmegaConf.to_container(composed, resolve=False))
     config = cast(Config, OmegaConf.to_object(composed))
     # What yaml takes on and off for.
     config.compile = {"True": "on", "False": "off"}.get(config.compile, config.compile)

@@ -21,6 +21,9 @@ LIMITS = {
 }
 """The bounds of a number in words, and what holds within them; for nan, which is unlike everything, none does."""
 
+LARGEST = 1e30
+"""Of settings: float32, which they are computed with, ends at 3e38, and some are divided by small numbers before."""
+
 
 def check_bounds(section: Any, prefix: str = "") -> None:
     for item in dataclasses.fields(section):
@@ -64,6 +67,8 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | N
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, int) and abs(value) >= 2**63:
             raise InputError(key, None, "is a number of more than 64 bits", allowed or None)
+        if isinstance(value, float) and LARGEST < abs(value) < math.inf:
+            raise InputError(key, value, "is beyond the numbers that are computed with", f"up to {LARGEST:g}")
         if not all(LIMITS[name][1](value, bound) for name, bound in bounds.items()) or not math.isfinite(value):
             raise InputError(key, value, "is out of range", allowed or "a finite number")
 
@@ -77,7 +82,9 @@ def check_text(key: str, value: str) -> None:
 def check_path(key: str, value: str) -> None:
     """It need not be there, but it must be possible to ask."""
     try:
-        Path(value).stat()
+        Path(value).expanduser().stat()
+    except RuntimeError:
+        raise InputError(key, value, "begins with a home folder that is not known here", "a path without ~") from None
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:

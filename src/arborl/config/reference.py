@@ -5,6 +5,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from . import RENAMED, groups, knobs, load_config, options, presets
+from .interpolation import ENVIRONMENT
 from .schema import MISSING
 
 
@@ -14,7 +15,10 @@ def reference() -> str:
         "# Every setting",
         "",
         "Written from the schema by `python -m arborl.config.reference > docs/config.md`; a test keeps them the same.",
-        "Give settings as `key=value`.",
+        "Give settings as `key=value`; a list as `key=a,b` (in a yaml file as `[a, b]`).",
+        "A setting may name another, as `${train.epochs}`, or the time, as `${now:%Y-%m-%d}`; of the environment only "
+        f"{', '.join(f'`${{oc.env:{name}}}`' for name in ENVIRONMENT)}, as settings are written into the run and onto "
+        "its page.",
         "The defaults are the schema's; presets and groups put others in their place.",
         "",
         f"- Presets (`--config-name`): {', '.join(f'`{name}`' for name in presets())}, or a yaml file of your own.",

@@ -314,7 +314,7 @@ class RewardConfig:
         "", "Where a server answers in its place (see `arborl serve`): http://host:port, or a list of these to share."
     )
     token: str = knob("ARBORL_REWARD_TOKEN", "Name of the environment variable that holds the server's token.")
-    timeout: float = knob(60.0, "Seconds that an answer of a server may take.", above=0)
+    timeout: float = knob(60.0, "Seconds that an answer of a server may take.", above=0, high=1e6)
     retries: int = knob(4, "Further attempts where a server does not answer, after 1, 2, 4, … seconds.", low=0)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..tools.cache import cache_home
+from ..tools.cache import cache_home, file_digest
 from ..tools.files import atomic
 
 FORMAT = 1
@@ -88,12 +88,12 @@ class Embeddings:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError):
             return None
-        whole = head.get("text") == text and head.get("digest") == _digest(tensors)
+        whole = head.get("text") == text and head.get("digest") == tensors_digest(tensors)
         return tensors if whole else None
 
     def _save(self, text: str, tensors: dict[str, Tensor]) -> None:
         path = self.path(text)
-        head = {"text": text, "digest": _digest(tensors), "settings": json.dumps(self.settings, sort_keys=True)}
+        head = {"text": text, "digest": tensors_digest(tensors), "settings": json.dumps(self.settings, sort_keys=True)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic(path, cache=True) as aside:
@@ -108,32 +108,19 @@ def cache_folder(setting: str) -> Path:
 
 
 def fingerprint(files: Sequence[Path], root: Path) -> str:
-    """A hash of files' names and contents; of large ones, their size, their head and 64 blocks spread over them.
-
-    Weights that were trained further differ everywhere, and reading ten gigabytes at every start would not pay.
-    """
-    block, blocks = 2**16, 64
-    total = hashlib.sha256()
-    for path in sorted(files):
-        size = path.stat().st_size
-        total.update(f"{path.relative_to(root)} {size}\n".encode())
-        with path.open("rb") as file:
-            if size <= 2 * block * blocks:
-                total.update(file.read())
-                continue
-            for i in range(blocks):
-                file.seek(i * (size - block) // (blocks - 1))
-                total.update(file.read(block))
-    return total.hexdigest()
+    """A hash of files' names and contents, to the last byte."""
+    named = [(str(path.relative_to(root)), file_digest(path)) for path in sorted(files)]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def _hash(values: Mapping[str, str | int]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of tensors by name, to the last bit."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        total.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()

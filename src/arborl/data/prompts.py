@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..config.schema import SampleConfig
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 
 
 def _shipped(name: str) -> tuple[str, ...]:
@@ -57,30 +57,50 @@ def load_prompts(path: str, default: Sequence[str] = (), key: str = "prompts.pat
                 key, None, "this model has no prompt list of its own", "a text file, or .jsonl with `prompt`"
             )
         return Prompts(list(default), {})
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(key, path, "there is no such file")
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # a prompt may hold other characters that end a line
-    except UnicodeDecodeError as error:
-        raise InputError(key, path, f"is not UTF-8 text (byte {error.start})") from None
+    lines = _lines(key, path)
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise InputError(key, path, "the file holds no prompt", "one prompt a line")
-    if file.suffix != ".jsonl":
+    if Path(path).suffix != ".jsonl":
         return Prompts([line for _, line in numbered], {})
     rows = [_row(key, path, number, line) for number, line in numbered]
     names = {name: None for row in rows for name in row if name != "prompt"}  # a dict keeps their order
     return Prompts([row["prompt"] for row in rows], {name: [row.get(name) for row in rows] for name in names})
 
 
+def _lines(key: str, path: str) -> list[str]:
+    file = Path(path)
+    try:
+        if not file.is_file():
+            problem = "is no file with text in it" if file.exists() else "there is no such file"
+            raise InputError(key, path, problem, "a text file, or .jsonl with `prompt`" if file.exists() else None)
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(key, path, f"is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise InputError(key, path, f"cannot be read ({error.strerror})") from None
+    if "\0" in text:
+        raise InputError(key, path, f"is not text (byte {len(text.partition(chr(0))[0].encode())} is NUL)")
+    return text.split("\n")  # a prompt may hold other characters that end a line
+
+
+MOST_LEVELS = 32
+"""Lists within lists in a column: code that walks them goes no deeper than Python does."""
+
+
 def _row(key: str, path: str, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(key, path, f"line {number} is not JSON ({error.msg})") from None
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError(key, path, f"line {number} holds half of a surrogate pair", "text in UTF-8") from None
+    except (ValueError, RecursionError) as error:  # also numbers of more digits than Python reads
+        problem = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+        raise InputError(key, path, f"line {number} is not JSON ({problem})") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
         raise InputError(key, path, f'line {number} has no "prompt" text')
+    if _is_deeper(row, MOST_LEVELS):
+        raise InputError(key, path, f"line {number} is nested too deeply", f"{MOST_LEVELS} levels at most")
     return row
 
 
@@ -121,6 +141,11 @@ def hold_out(prompts: Prompts, share: float) -> PromptLists:
 def _place(text: str) -> float:
     """A number in [0, 1) that a text alone decides."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(each, levels - 1) for each in inner)
 
 
 class PromptSplit(NamedTuple):

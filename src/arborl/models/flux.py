@@ -31,7 +31,7 @@ class FluxModel(PipelineModel):
         if scale != 1 and not shape.get("guidance_embeds"):
             problem = "this model has no guidance (it was distilled without one)"
             raise InputError("sample.guidance_scale", scale, problem, "1")
-        return (shape["in_channels"] // PATCH**2, *latent_size(config, vae_factor(source), PATCH))
+        return (shape.whole("in_channels") // PATCH**2, *latent_size(config, vae_factor(source), PATCH))
 
     @classmethod
     def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Code shared by all families of diffusers pipelines. A family names its trained part and says how it is called."""
 
 import gc
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,8 @@ class PipelineModel(Model):
     """The part that is a T5, for pipelines whose call takes its number of tokens."""
     unused_components: ClassVar[Sequence[str]] = ()
     """Parts that are not needed even to make a picture."""
+    optional_components: ClassVar[Sequence[str]] = ()
+    """Parts that its pipelines may lack."""
     vae_fp16_safe: ClassVar[bool] = False
     """Whether its VAE is known to decode in float16 without overflow (SDXL's and FLUX's do not)."""
     schedulers: ClassVar[Sequence[str]] = ("FlowMatchEulerDiscreteScheduler",)
@@ -115,7 +118,8 @@ class PipelineModel(Model):
     @classmethod
     def _check_settings(cls, source: Source, config: Config) -> None:
         """Checks common to all pipeline families."""
-        scheduler, tokens = source.index["scheduler"][1], config.model.max_sequence_length
+        cls._check_parts(source)
+        scheduler, tokens = source.class_name("scheduler"), config.model.max_sequence_length
         if scheduler not in cls.schedulers:
             problem = f"what its {scheduler} says of noise levels is not known here"
             raise InputError("model.path", source.path, problem, f"one with a {', '.join(cls.schedulers)}")
@@ -130,14 +134,25 @@ class PipelineModel(Model):
             raise InputError("sample.negative_prompt", config.sample.negative_prompt, problem, "an empty one")
 
     @classmethod
-    def meta_module(cls, source: Source) -> torch.nn.Module:
-        """The trained part without its weights."""
+    def _check_parts(cls, source: Source) -> None:
+        """Every part that the pipeline takes is named, and says of itself what can be."""
         import diffusers
 
-        with torch.device("meta"):
-            return getattr(diffusers, source.index[cls.trained_component][1]).from_config(
-                source.config(cls.trained_component)
-            )
+        takes = inspect.signature(getattr(diffusers, cls.pipeline).__init__).parameters.items()
+        for name, parameter in takes:
+            may_lack = name in ("self", *cls.unused_components, *cls.optional_components)
+            if parameter.default is inspect.Parameter.empty and not may_lack:
+                source.class_name(name)
+        for part in (cls.trained_component, "vae", "scheduler"):
+            source.check_kinds(part)
+        for key in ("scaling_factor", "shift_factor"):
+            source.config("vae").check_number(key)
+
+    @classmethod
+    def meta_module(cls, source: Source) -> torch.nn.Module:
+        """The trained part without its weights."""
+        with torch.device("meta"), source.reading(f"{cls.trained_component}'s settings"):
+            return source.class_of(cls.trained_component).from_config(source.config(cls.trained_component))
 
     @classmethod
     def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
@@ -146,9 +161,11 @@ class PipelineModel(Model):
         source = cls.open(config)
         files = [file for part in source.parts if is_text(part) for file in (source.folder / part).glob("*")]
         precision = dtypes(cls.trained_component, config, device)["default"]
+        with source.reading("text encoders"):
+            encoders = fingerprint([file for file in files if file.is_file()], source.folder)
         settings = {
             "pipeline": cls.pipeline,
-            "encoders": fingerprint([file for file in files if file.is_file()], source.folder),
+            "encoders": encoders,
             "max_sequence_length": config.model.max_sequence_length,
             "dtype": str(precision).removeprefix("torch."),
         }
@@ -237,6 +254,15 @@ class PipelineModel(Model):
         return [f"pictures are decoded in float32 from now on: in float16 their pixels differ by {size}"]
 
     @classmethod
+    @contextmanager
+    def reading_scheduler(cls, config: Config) -> Iterator[None]:
+        """Inside, settings of the pipeline's scheduler that cannot be used are one line."""
+        source = cls.open(config)
+        source.check_kinds("scheduler")
+        with source.reading("scheduler's settings"):
+            yield
+
+    @classmethod
     def ode_scheduler(cls, config: Config) -> Any:
         """The diffusers scheduler whose steps the engine's ODE takes, made from the pipeline's own settings."""
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -245,16 +271,18 @@ class PipelineModel(Model):
 
     @classmethod
     def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
-        scheduler = cls.ode_scheduler(config)
-        scheduler.set_timesteps(steps, **cls.dynamic_shift(scheduler, config))
+        with cls.reading_scheduler(config):
+            scheduler = cls.ode_scheduler(config)
+            scheduler.set_timesteps(steps, **cls.dynamic_shift(scheduler, config))
         return Schedule.from_sigmas(scheduler.sigmas.tolist())
 
     @classmethod
     def default_shift(cls, config: Config) -> float:
-        scheduler = cls.ode_scheduler(config)
-        if not (dynamic := cls.dynamic_shift(scheduler, config)):
-            return float(scheduler.config["shift"])
-        return math.exp(dynamic["mu"]) if scheduler.config["time_shift_type"] == "exponential" else dynamic["mu"]
+        with cls.reading_scheduler(config):
+            scheduler = cls.ode_scheduler(config)
+            if not (dynamic := cls.dynamic_shift(scheduler, config)):
+                return float(scheduler.config["shift"])
+            return math.exp(dynamic["mu"]) if scheduler.config["time_shift_type"] == "exponential" else dynamic["mu"]
 
     @classmethod
     def dynamic_shift(cls, scheduler: Any, config: Config) -> dict[str, float]:
@@ -346,7 +374,7 @@ def vae_factor(source: Source) -> int:
     vae = source.config("vae")
     if vae.get("latents_mean") is not None:
         raise InputError("model.path", source.path, "latents with a mean of their own are not supported")
-    return 2 ** (len(vae["block_out_channels"]) - 1)
+    return 2 ** (len(vae.wholes("block_out_channels")) - 1)
 
 
 def dtypes(part: str, config: Config, device: torch.device) -> dict[str, torch.dtype]:

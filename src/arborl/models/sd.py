@@ -36,7 +36,7 @@ class SDModel(PipelineModel):
         if shape.get("time_cond_proj_dim") is not None:
             problem = "it was distilled for consistency sampling, which the engine's steps are not"
             raise InputError("model.path", source.path, problem, "the model it was distilled from")
-        return (shape["in_channels"], *latent_size(config, vae_factor(source), 1))
+        return (shape.whole("in_channels"), *latent_size(config, vae_factor(source), 1))
 
     @classmethod
     def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
@@ -52,7 +52,8 @@ class SDModel(PipelineModel):
 
     @classmethod
     def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
-        return ddim_schedule(cls.ode_scheduler(config), steps)
+        with cls.reading_scheduler(config):
+            return ddim_schedule(cls.ode_scheduler(config), steps)
 
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
         return self.module(x, t, encoder_hidden_states=cond[0], return_dict=False)[0]

@@ -13,6 +13,7 @@ from .source import Source
 class SD3Model(PipelineModel):
     pipeline = "StableDiffusion3Pipeline"
     t5 = "text_encoder_3"
+    optional_components = ("text_encoder_3", "tokenizer_3")
     vae_fp16_safe = True
     auto_compile = True
     lora_targets = JOINT_ATTENTION
@@ -20,8 +21,9 @@ class SD3Model(PipelineModel):
     @classmethod
     def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         shape, factor = source.config("transformer"), vae_factor(source)
-        largest = shape["pos_embed_max_size"] * shape["patch_size"] * factor
-        return (shape["in_channels"], *latent_size(config, factor, shape["patch_size"], largest))
+        patch = shape.whole("patch_size")
+        largest = shape.whole("pos_embed_max_size") * patch * factor
+        return (shape.whole("in_channels"), *latent_size(config, factor, patch, largest))
 
     @classmethod
     def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:

@@ -46,13 +46,13 @@ class WanModel(PipelineModel):
             problem = "Wan2.2's two experts and per-token timesteps are not supported"
             raise InputError("model.path", source.path, problem, "a Wan2.1 text-to-video pipeline")
         shape, vae = source.config("transformer"), source.config("vae")
-        stride, frames = vae.get("scale_factor_temporal", 4), config.sample.num_frames
+        stride, frames = vae.whole("scale_factor_temporal", 4), config.sample.num_frames
         if (frames - 1) % stride:
             near = (frames - 1) // stride * stride + 1
             problem = f"this model's videos have {stride}·n + 1 frames"
             raise InputError("sample.num_frames", frames, problem, f"{near} or {near + stride}, say")
-        height, width = latent_size(config, vae.get("scale_factor_spatial", 8), shape["patch_size"][1])
-        return (shape["in_channels"], (frames - 1) // stride + 1, height, width)
+        height, width = latent_size(config, vae.whole("scale_factor_spatial", 8), shape.wholes("patch_size")[-1])
+        return (shape.whole("in_channels"), (frames - 1) // stride + 1, height, width)
 
     @classmethod
     def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:

@@ -1,20 +1,21 @@
 """Data of a run's page, read from its folder as plain lists and numbers: all of it is JSON."""
 
-import json
 import math
+import struct
+import zlib
 from collections.abc import Container, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from .. import __version__
 from ..config import knobs, load_config, read_config
 from ..config.schema import Config
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line, shortened
 from ..rewards.base import reward_weights
 from ..run.drawings import leaf_order
 from ..run.environment import evaluated_on, starts_of
@@ -22,10 +23,26 @@ from ..run.folder import STAGES, check_is_run, evaluation_in, flat, read_metrics
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
 from ..run.reward_hacking import LIMITS, hacking, of, statistic
 from ..run.trees import TreeFile
+from ..tools.finite_json import finite_json
 from .pictures import as_webp, evenly, evenly_within
 
 MAX_TREE_BYTES, MAX_SHEET_BYTES, MAX_EPOCHS = 4_000_000, 3_000_000, 48
 """Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out."""
+BROKEN_SHEET = (
+    *(
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        SyntaxError,
+        struct.error,
+    ),
+    *(zlib.error, Image.DecompressionBombError),
+)
+"""What Python and Pillow raise over an index and a PNG that are not what was written."""
 MAX_ROWS, MAX_EVALUATIONS = 1500, 60
 """Lines of metrics that are drawn besides those with an evaluation; and evaluations that are looked at for hacking."""
 
@@ -79,7 +96,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
 
 def _short(value: float | None) -> float | None:
     """Eight significant digits; JSON has no NaN and no infinity."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if value is None or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.8g}")
 
@@ -185,13 +202,27 @@ def sheets_of(folder: Path, most: int = 2) -> list[dict[str, Any]]:
 def _sheet(path: Path, changed: int) -> dict[str, Any]:
     """An evaluation's pictures, cut out of its sheet."""
     try:
-        index = json.loads(path.read_bytes())
+        index = finite_json(path.read_bytes())
         with Image.open(path.with_suffix(".png"), formats=["PNG"]) as opened:
             page = opened.convert("RGB")
-        pictures = [
-            {"src": as_webp(page.crop(tuple(item["box"]))), "prompt": item["prompt"], "scores": item["scores"]}
-            for item in index["pictures"]
-        ]
+        pictures = [_picture(page, item) for item in index["pictures"]]
+        if type(index["epoch"]) is not int:
+            raise ValueError("no epoch")
         return {"epoch": index["epoch"], "pictures": pictures}
-    except (OSError, UnidentifiedImageError, ValueError, KeyError, TypeError) as error:
-        raise InputError("sheet", path, f"cannot be read ({error})", "the run without that file") from None
+    except BROKEN_SHEET as error:
+        raise InputError("sheet", path, f"cannot be read ({first_line(error)})", "the run without that file") from None
+
+
+def _picture(page: Image.Image, item: Mapping[str, Any]) -> dict[str, Any]:
+    """A picture of a sheet, by its entry in the index."""
+    left, top, right, bottom = box = tuple(item["box"])
+    if not all(type(side) is int for side in box) or not (0 <= left < right <= page.width):
+        raise ValueError(f"{shortened(str(box), 60)} is no place in the sheet")
+    if not 0 <= top < bottom <= page.height:
+        raise ValueError(f"{shortened(str(box), 60)} is no place in the sheet")
+    prompt, scores = item["prompt"], item["scores"]
+    if not isinstance(prompt, str) or not all(
+        value is None or type(value) in (int, float) for value in scores.values()
+    ):
+        raise ValueError("a picture without its prompt and scores")
+    return {"src": as_webp(page.crop(box)), "prompt": prompt, "scores": scores}

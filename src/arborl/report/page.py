@@ -14,10 +14,11 @@ from typing import Any
 
 import jinja2
 
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 from ..run.folder import is_report
 from ..run.paths import REPORT
 from ..tools.files import kind_of, write_atomically
+from ..tools.finite_json import finite_json
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
@@ -26,6 +27,8 @@ COMPARISON = "compare.json"
 """The file that tells a comparison's folder."""
 COMPARISON_DATA = "arborl.compare.page", "comparison_data"
 """The function that reads it, by name, as it stands further along the data path."""
+BROKEN = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What Python raises over a comparison's file that is not what was written."""
 PAGE_SCRIPTS = {"run": ("tree.js", "pictures.js", "run.js"), "comparison": ("comparison.js",)}
 
 
@@ -33,7 +36,14 @@ def read(folder: Path) -> dict[str, Any]:
     """Data of the page of a run's folder, or of a comparison's."""
     if (folder / COMPARISON).is_file():
         module, name = COMPARISON_DATA
-        return getattr(importlib.import_module(module), name)(folder)
+        try:
+            finite_json((folder / COMPARISON).read_bytes())
+            return getattr(importlib.import_module(module), name)(folder)
+        except InputError:
+            raise
+        except BROKEN as error:
+            problem = f"cannot be read ({type(error).__name__}: {first_line(error)})"
+            raise InputError("comparison", folder / COMPARISON, problem, "the comparison run again") from None
     return run_data(folder)
 
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core.errors import InputError
-from ..data.embedding_cache import fingerprint
+from ..data.embedding_cache import fingerprint, tensors_digest
 from ..tools.cache import cache_home
 from ..tools.files import atomic
 from ..tools.quiet import quiet_libraries
 
 DAMAGED = (RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
 """Errors that torch and transformers raise, among others, over a damaged file."""
-FORMAT = 1
+FORMAT = 2
 """Of converted weights; to be raised when a conversion changes."""
 
 
@@ -154,23 +154,32 @@ def tensors_of(key: str, path: Path, found: Mapping[str, Any]) -> dict[str, Tens
 def converted(key: str, path: Path, name: str, convert: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The weights under the names our networks know, kept as safetensors in the user's cache.
 
-    A file that has changed is converted anew: the copy's name holds a fingerprint of it. `convert` raises for what is
-    not what it should be, so that no copy of that is kept.
+    A file that has changed is converted anew: the copy's name holds a fingerprint of it. So is one whose copy is not
+    what was written: it holds a digest of its tensors. `convert` raises for what is not what it should be, so that no
+    copy of that is kept.
     """
     copy = cache_home() / "rewards" / f"{name}-{FORMAT}-{fingerprint([path], path.parent)[:16]}.safetensors"
-    try:
-        if copy.is_file():
-            return load_file(copy)
-    except (OSError, SafetensorError):
-        pass  # cut short: made again
-    tensors = convert()
+    if (kept := _kept(copy)) is not None:
+        return kept
+    tensors = {name: tensor.contiguous() for name, tensor in convert().items()}
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with atomic(copy, cache=True) as aside:
-            save_file({n: t.contiguous() for n, t in tensors.items()}, aside)
+            save_file(tensors, aside, {"digest": tensors_digest(tensors)})
     except (OSError, SafetensorError) as error:
         warnings.warn(f"{copy}: converted weights could not be kept there ({error}); next time anew", stacklevel=2)
     return tensors
+
+
+def _kept(copy: Path) -> dict[str, Tensor] | None:
+    """A converted copy; None where there is none, or one that is not what was written, to the last bit."""
+    try:
+        with safe_open(copy, "pt") as file:
+            head = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError):
+        return None
+    return tensors if head.get("digest") == tensors_digest(tensors) else None
 
 
 def check_names(key: str, path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:

@@ -18,15 +18,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line, shortened
 from ..distributed.fsdp import gathered, gathered_on_host, to_sharding_of
 from ..engine.state import State, copy_into
 from ..tools.files import fsync, kind_of, remove_abandoned, scratch, umask
-from .folder import read_evaluations
+from ..tools.finite_json import finite_json
+from .folder import is_row, read_evaluations
 from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
 
 VERSION = 2
 SUMS, HEADER = "SHA256SUMS", "state.json"
+SLOTS = {"step", "exp_avg", "exp_avg_sq"}
+"""What AdamW keeps of a weight."""
 COUNTERS = {
     "epoch": "epoch",
     "prompts": "prompts",
@@ -114,9 +117,10 @@ def load_checkpoint(state: State, path: Path) -> None:
     head = read_header(path)
     load_weights(state.parameters, read_weights(path / "weights.safetensors"))
     # An average that is switched on later begins with the weights it finds.
-    average = _tensors(weights_file(path))
-    state.ema.average = {name: to_sharding_of(p.detach(), average[name]) for name, p in state.parameters.items()}
+    average = _fitting(state.parameters, read_weights(weights_file(path)))
+    state.ema.average = {n: to_sharding_of(p.detach(), average[n].to(p.dtype)) for n, p in state.parameters.items()}
     slots = {file.name.split(".")[1]: _tensors(file) for file in path.glob("optimizer.*.safetensors")}
+    _check_optimizer(state.parameters, slots, path)
     found: dict[int, dict[str, Tensor]] = {}
     for number, (name, parameter) in enumerate(state.parameters.items()):
         mine = {slot: tensors[name] for slot, tensors in slots.items() if name in tensors}
@@ -239,29 +243,73 @@ def read_weights(path: Path) -> Weights:
 
 def load_weights(parameters: dict[str, nn.Parameter], weights: Weights) -> None:
     """Put saved weights into a model; names and shapes must be exactly the model's."""
+    copy_into(parameters, _fitting(parameters, weights))
+
+
+def _fitting(parameters: Mapping[str, nn.Parameter], weights: Weights) -> dict[str, Tensor]:
+    """Weights of a file, which may have been made by others: exactly the model's names and shapes, and numbers."""
     path, tensors = weights
     wrong = {n for n, t in tensors.items() if n not in parameters or parameters[n].shape != t.shape}
     wrong |= parameters.keys() - tensors.keys()
     if wrong:
         raise InputError("checkpoint", path, f"does not fit the model ({len(wrong)} tensors, such as {min(wrong)})")
-    copy_into(parameters, tensors)
+    if broken := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
+        problem = f"holds what is no finite number ({len(broken)} tensors, such as {min(broken)})"
+        raise InputError("checkpoint", path, problem, "an earlier one")
+    return tensors
+
+
+def _check_optimizer(
+    parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Mapping[str, Tensor]], path: Path
+) -> None:
+    """What AdamW keeps of a weight is complete, of its shape, and what AdamW could have kept."""
+    names = {name for tensors in slots.values() for name in tensors}
+    problem = None if not slots or slots.keys() == SLOTS else f"has {', '.join(sorted(slots))}"
+    for slot, tensors in slots.items():
+        for name in names if problem is None else ():
+            tensor = tensors.get(name)
+            if name not in parameters or tensor is None:
+                problem = f"{slot} does not have the weights of the others ({name})"
+            elif tensor.shape != (() if slot == "step" else parameters[name].shape) or not _is_finite(tensor):
+                problem = f"{slot} of {name} is not of the weight's shape, or not finite"
+            elif slot != "exp_avg" and bool((tensor < 0).any()):
+                problem = f"{slot} of {name} is below 0"
+    if problem:
+        raise InputError("checkpoint", path, f"its optimizer's state is broken: {problem}", "an earlier one")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def read_header(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: the version, the counters, and of the best weights their evaluation."""
     try:
-        head = json.loads((path / HEADER).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise InputError("checkpoint", path, f"cannot be read ({error})") from None
-    if head.get("version") != VERSION:
-        raise InputError("checkpoint", path, f"has version {head.get('version')}", str(VERSION))
+        head = finite_json((path / HEADER).read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError("checkpoint", path, f"cannot be read ({first_line(error)})") from None
+    version = head.get("version") if isinstance(head, dict) else None
+    if version != VERSION:
+        raise InputError("checkpoint", path, f"has version {shortened(str(version), 60)}", str(VERSION))
+    counted = [*COUNTERS.values(), "ema_steps"]
+    wrong = [name for name in counted if type(head.get(name)) is not int or head[name] < 0]
+    wrong += ["prompt_list"] if not isinstance(head.get("prompt_list"), str) else []
+    evaluation = head.get("evaluation")
+    if evaluation is not None and not (isinstance(evaluation, dict) and is_row(evaluation)):
+        wrong += ["evaluation"]
+    if (epoch := epoch_of(path.name)) is not None and head.get("epoch") != epoch:
+        wrong += ["epoch"]
+    if wrong:
+        problem = f"its {HEADER} is not what a run writes ({', '.join(dict.fromkeys(wrong))})"
+        raise InputError("checkpoint", path, problem, "an earlier one")
     return head
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError("checkpoint", path, f"cannot be read ({error})") from None
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError("checkpoint", path, f"cannot be read ({first_line(error)})") from None
 
 
 def _seal(folder: Path) -> None:

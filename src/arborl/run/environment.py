@@ -19,6 +19,7 @@ from .. import __version__
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..tools.files import write_atomically
+from ..tools.finite_json import finite_json
 from .paths import ENVIRONMENT
 
 FORMAT = "arborl.environment"
@@ -96,12 +97,12 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        found = json.loads(path.read_bytes())
+        found = finite_json(path.read_bytes())
         starts = found["starts"]
         if found["format"] != FORMAT or not all(isinstance(start, dict) for start in starts):
             raise ValueError
         return list(starts)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         problem = f"its {ENVIRONMENT} is damaged"
         raise InputError("run", folder, problem, "the run without that file") from None
 

@@ -14,6 +14,7 @@ from ..config import check_run_name, save_config
 from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
 from ..tools.files import fsync, kind_of, remove_abandoned, scratch, write_atomically
+from ..tools.finite_json import finite_json
 from .paths import CONFIG, ENVIRONMENT, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
@@ -53,8 +54,8 @@ def _read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
+        row = finite_json(line)
+        if not isinstance(row, dict) or not is_row(row):
             raise ValueError
         return row
     except ValueError:
@@ -62,27 +63,40 @@ def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
         raise InputError("run", folder, problem, "the run without that line") from None
 
 
+def is_row(row: Mapping[str, Any]) -> bool:
+    """Whether this is an epoch and numbers, some of which may be missing; of an evaluation also what it asked."""
+    has_epoch = type(row.get("epoch")) is int and row["epoch"] >= 0
+    numbers = (value for name, value in row.items() if not (name == "protocol" and isinstance(value, str)))
+    return has_epoch and all(value is None or isinstance(value, int | float) for value in numbers)
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """What a finished run came to; None while it is not finished."""
     path = folder / SUMMARY
+    if not path.is_file():
+        return None
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        found = finite_json(path.read_bytes())
     except ValueError:
         raise summary_damaged(folder) from None
+    if not isinstance(found, dict):
+        raise summary_damaged(folder)
+    return found
 
 
 def summary_damaged(folder: Path) -> InputError:
     return InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file")
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """JSON has no NaN: a number that is none is null."""
-    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+    infinite = float("inf")
+    return {n: None if value is None or not abs(value) < infinite else value for n, value in metrics.items()}
 
 
 def training_seconds(row: dict[str, Any]) -> float:
     """Seconds of an epoch, evaluation apart."""
-    return row["step_time"] - row.get("time/evaluate", 0.0)
+    return (row.get("step_time") or 0.0) - (row.get("time/evaluate") or 0.0)
 
 
 def evaluation_in(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Metrics, trackers, messages and progress of a run while it goes on."""
 
 import json
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -97,7 +96,8 @@ class Logger:
         with self.writing():
             if self.main:
                 append(self.folder / METRICS, json.dumps(finite(metrics)) + "\n")
-            self.accelerator.log({name: value for name, value in metrics.items() if not math.isnan(value)}, step=epoch)
+            found = {name: value for name, value in finite(metrics).items() if value is not None}
+            self.accelerator.log(found, step=epoch)
         return metrics
 
     def log_pictures(

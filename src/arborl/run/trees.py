@@ -1,8 +1,10 @@
 """The trees of one prompt as files: written once, read by drawings, reports and tests."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.errors import InputError
-from ..core.schedule import Schedule
+from ..core.errors import InputError, first_line, shortened
+from ..core.kernels import KERNELS
+from ..core.schedule import PREDICTIONS, Schedule
 from ..core.tree import Plan
 from ..engine.rollout import Rollout
 from ..engine.score import as_bytes, middle_frames
@@ -20,6 +23,7 @@ from ..engine.update import Stats
 from ..models.base import Model
 from ..rewards import Scores
 from ..tools.files import atomic, write_atomically
+from ..tools.finite_json import finite_json
 
 VERSION, READABLE = 3, (2, 3)  # version 2 has no ratios
 LEVELS = ("sigma", "sigma_next", "timestep")
@@ -83,16 +87,17 @@ class TreeFile:
         except InputError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise InputError("tree file", stem, f"cannot be read ({error})") from None
+            raise InputError("tree file", stem, f"cannot be read ({first_line(error)})") from None
 
     @classmethod
     def _load(cls, stem: Path) -> "TreeFile":
-        head = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+        head = finite_json(stem.with_suffix(".json").read_text(encoding="utf-8"))
         tensors = load_file(stem.with_suffix(".safetensors"))
         if head.get("format") != "arborl.tree" or head.get("version") not in READABLE:
             found = f"{head.get('format')} version {head.get('version')}"
             raise InputError("tree file", stem, f"is {found}", f"arborl.tree version {VERSION}")
-        tensors.setdefault("ratio", torch.full_like(tensors["log_density"], torch.nan))
+        tensors.setdefault("ratio", torch.full(tensors["log_density"].shape, torch.nan))
+        _check(head, tensors)
         levels = {name: tensors[f"schedule.{name}"] for name in LEVELS}
         schedule = Schedule(**levels, prediction=head["prediction"])
         arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa", "multistep"))
@@ -101,6 +106,49 @@ class TreeFile:
         names = ("log_density", "advantage", "kept", "ratio", "shown", "pictures", "latents")
         own = {name: tensors[name] for name in names}
         return cls(epoch=head["epoch"], prompt=head["prompt"], plan=plan, scores=scores, **own)
+
+
+def _check(head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """What a file says must be a tree; `ValueError` where it is not."""
+
+    def check(holds: bool, problem: str) -> None:
+        if not holds:
+            raise ValueError(problem)
+
+    for name, kind in {"epoch": int, "roots": int, "prompt": str, "kernel": str, "prediction": str}.items():
+        check(type(head[name]) is kind, f"its {name} is {shortened(repr(head[name]), 60)}")
+    check(head["kernel"] in KERNELS, f"no kernel is called {shortened(head['kernel'], 60)}")
+    check(head["prediction"] in PREDICTIONS, f"nothing predicts {shortened(head['prediction'], 60)}")
+    parent, step, shown, latents = (tensors[name] for name in ("plan.parent", "plan.step", "shown", "latents"))
+    roots, edges, steps = head["roots"], parent.numel(), tensors["schedule.sigma"].numel()
+    check(roots > 0 and edges > 0 and steps > 0 and latents.ndim > 1, "it is no tree")
+    leaves = roots + edges - len(set(parent.flatten().tolist()))
+    shapes = {f"plan.{name}": (edges,) for name in ("parent", "step", "eta", "kappa", "multistep")}
+    shapes |= dict.fromkeys(("log_density", "advantage", "kept", "ratio"), (edges,))
+    shapes |= {f"schedule.{name}": (steps,) for name in LEVELS} | {"latents": (roots + edges, *latents.shape[1:])}
+    shapes |= {f"scores.{name}": (leaves,) for name in head["scores"]} | {"shown": (shown.numel(),)}
+    shapes["pictures"] = (shown.numel(), 3, *tensors["pictures"].shape[2:])
+    for name, shape in shapes.items():
+        check(tensors[name].shape == shape, f"{name} has the shape {tuple(tensors[name].shape)}")
+    kinds = {"plan.parent": torch.int64, "plan.step": torch.int64, "shown": torch.int64, "pictures": torch.uint8}
+    kinds |= {"plan.multistep": torch.bool, "kept": torch.bool}
+    for name in shapes:
+        wanted = kinds.get(name)
+        found = tensors[name].dtype
+        check(found == wanted if wanted else found.is_floating_point, f"{name} holds {found}")
+    check(tensors["pictures"].ndim == 4 and tensors["pictures"].numel() > 0, "its pictures are none")
+    for name in (*(f"schedule.{name}" for name in LEVELS), "plan.eta", "plan.kappa"):
+        low, high = tensors[name].min(), tensors[name].max()
+        check(0 <= float(low) <= float(high) <= (1 if "sigma" in name else 1e9), f"its {name} is out of range")
+    nodes = torch.arange(roots, roots + edges)  # breadth first: parents in order, each before its children
+    check(bool((parent >= 0).all() and (parent < nodes).all()) and is_sorted(parent), "its edges are no tree")
+    check(bool(((step >= 0) & (step < steps)).all()), "its steps are not in its schedule")
+    check(bool(((shown >= 0) & (shown < roots + edges)).all()), "it shows nodes that it does not have")
+    check(bool((parent[tensors["plan.multistep"]] >= roots).all()), "a first step looks back")
+
+
+def is_sorted(values: Tensor) -> bool:
+    return bool((values[1:] >= values[:-1]).all())
 
 
 def first_tree(
