@@ -103,9 +103,15 @@ class Evaluations:
     def show_again(self, epoch: int) -> None:
         """The pictures of an evaluation that a run goes on from: TensorBoard dropped what it had from there on."""
         path = self.logger.folder / SAMPLES / f"{epoch_name(epoch)}.png"
-        if self.accelerator.is_main_process and path.with_suffix(".json").is_file():
-            shown = json.loads(path.with_suffix(".json").read_bytes())["pictures"]
-            self.logger.log_pictures(SAMPLES, epoch, path, self._captions(shown), only="tensorboard")
+        index = path.with_suffix(".json")
+        if not (self.accelerator.is_main_process and path.is_file() and index.is_file()):
+            return
+        try:
+            captions = self._captions(json.loads(index.read_bytes())["pictures"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.logger.warn_once(f"TensorBoard lacks the pictures of epoch {epoch}: {index.name} is damaged ({error})")
+            return
+        self.logger.log_pictures(SAMPLES, epoch, path, captions, only="tensorboard")
 
     def _captions(self, shown: Sequence[Mapping[str, Any]]) -> list[str]:
         """What stands under pictures: the first reward's score, and the prompt."""
