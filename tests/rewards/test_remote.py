@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from arborl.rewards import client as client_module
 from arborl.rewards import remote
 from arborl.rewards.base import RewardFailed
 from arborl.rewards.client import read_answer
+from arborl.rewards.items import read_png
 from arborl.rewards.remote import RemoteReward
-from arborl.rewards.serve import read_png, serve
+from arborl.rewards.serve import serve
 
 from conftest import ROOT
 
@@ -86,11 +87,12 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """The server of docs/rewards.md."""
 
 FAKE = """
-import json, ssl, sys, time
+import json, re, ssl, sys, time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 counts = Counter()
+answers = {}
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_): pass
@@ -98,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
     def send(self, body, status=200, **headers):
         self.send_response(status)
         for name, value in headers.items():
-            self.send_header(name, value)
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
@@ -162,8 +164,17 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(b"", 307, Location="http://127.0.0.1:1/score")
         if mode.startswith("status"):
             return self.send({"error": "as asked\\nand more"}, int(mode[6:]))
-        if mode == "say":
-            return self.send(items[0]["columns"]["say"].encode("utf-8", "surrogatepass"))
+        if mode == "say":  # ids as if those of the request counted from 0
+            shift = lambda found: f'"id": {int(found[1]) + items[0]["id"]}'
+            said = re.sub(r'"id": (\\d+)', shift, items[0]["columns"]["say"])
+            return self.send(said.encode("utf-8", "surrogatepass"))
+        if mode.startswith("chunk"):
+            self.send(b"", Transfer_Encoding="chunked")
+            return self.wfile.write(f"{mode[5:]}\\r\\n".encode() + b"x" * 10_000)
+        if mode == "cached":
+            return self.send(answers.setdefault(mode, {"version": 1, "scores": scores}))
+        if mode == "counted":
+            scores = [{**score, "id": i} for i, score in enumerate(scores)]
         return self.send({"version": 1, "scores": scores})
 
 server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
@@ -464,6 +475,22 @@ class TestServersThatFail:
             client(f"{fake}/{mode}")(*numbered(1))
         assert str(told.value).isprintable()
 
+    @pytest.mark.parametrize("size", [b"-1", b"-5"])
+    def test_chunks_of_less_than_nothing(self, fake: str, size: bytes):
+        reward = client(f"{fake}/chunk{size.decode()}", retries=0)
+        with pytest.raises(RewardFailed, match=rf"does not answer \(a chunk of {size.decode()} bytes\)"):
+            reward(*numbered(1))
+
+    def test_that_answer_another_request_are_not_believed(self, fake: str):
+        images = torch.rand(4, 3, 8, 8)
+        first = client(f"{fake}/cached", retries=0)(images, ["0", "1", "2", "3"], {})
+        assert isinstance(first, Tensor)
+        assert first.tolist() == [0, 1, 2, 3]
+        with pytest.raises(RewardFailed, match=r"the ids are not those of the 4 items\)$"):
+            client(f"{fake}/cached", retries=0)(images, ["9", "8", "7", "6"], {})
+        with pytest.raises(RewardFailed, match="count from 0: a server answers the ids it was sent"):
+            client(f"{fake}/counted", retries=0)(images, ["9", "8", "7", "6"], {})
+
     def test_an_interrupt_ends_the_call_at_once(self, fake: str):
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
@@ -479,6 +506,47 @@ class TestServersThatFail:
         images, prompts, _ = numbered(4)
         with pytest.raises(InputError, match="cannot be sent as JSON"):
             client([f"{fake}/plain", f"{fake}/slow"], size=1)(images, prompts, {"when": [object()] * 4})
+
+
+class TestProxies:
+    """Of the environment, which `requests` takes unless it is told otherwise."""
+
+    @pytest.fixture
+    def proxy(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+        """What a proxy is sent."""
+        seen: list[bytes] = []
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def listen() -> None:
+                with suppress(OSError):
+                    while True:
+                        with listener.accept()[0] as made:
+                            seen.append(made.recv(1 << 16))
+                            made.sendall(b"HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n")
+
+            threading.Thread(target=listen, daemon=True).start()
+            monkeypatch.setenv("FAR_TOKEN", TOKEN)
+            monkeypatch.delenv("NO_PROXY")
+            monkeypatch.delenv("no_proxy", raising=False)
+            for name in ("http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+                monkeypatch.setenv(name, f"http://127.0.0.1:{listener.getsockname()[1]}")
+            yield seen
+            listener.shutdown(socket.SHUT_RDWR)
+
+    def test_are_not_asked_for_this_machine(self, fake: str, proxy: list[bytes]):
+        for url in (fake, fake.replace("127.0.0.1", "localhost")):
+            client(f"{url}/plain", token="FAR_TOKEN").check()
+        assert proxy == []
+
+    def test_are_not_shown_the_token(self, proxy: list[bytes]):
+        with pytest.raises(InputError, match=r"does not answer \(.*; asked directly, since a proxy would read"):
+            client("http://reward.invalid", token="FAR_TOKEN").check()
+        assert proxy == []
+        with pytest.raises(InputError, match="does not answer"):
+            client("https://reward.invalid", token="FAR_TOKEN").check()
+        assert len(proxy) == 1
+        assert proxy[0].startswith(b"CONNECT reward.invalid:443 ")
+        assert TOKEN.encode() not in proxy[0]
 
 
 class TestGarbage:

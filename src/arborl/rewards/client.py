@@ -3,26 +3,34 @@
 import base64
 import json
 import math
+import secrets
 import socket
 import ssl
 import struct
 import zlib
 from contextlib import suppress
+from http.client import HTTPException, HTTPResponse
 from threading import RLock, Timer
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import numpy as np
 import requests
 import torch
 from requests.adapters import HTTPAdapter
+from requests.utils import get_environ_proxies
 from urllib3.exceptions import HTTPError
 
+from ..tools.hosts import is_loopback
+from ..tools.strict_json import strict_json
 from .base import RewardFailed
 
 PROBE_SECONDS = 5.0
 """Seconds in which a server must say that it is there, where it was held to be down."""
 MAX_ITEM_BYTES, MAX_ANSWER_BYTES = 4 * 2**10, 64 * 2**10
 """The longest answer in bytes: so much for each picture, and so much besides."""
+MAX_ID = 2**31
+"""What ids stay below, whatever a server keeps them in."""
 MAX_SCORE = torch.finfo(torch.float32).max
 
 
@@ -40,6 +48,7 @@ class Server:
     def __init__(self, url: str, token: str | None, timeout: float, retries: int) -> None:
         self.url, self.timeout, self.retries = url, timeout, retries
         self._token = token
+        self._proxies = _proxies(url)
         self._watch: _Watch | None = None  # over the request in flight
         self.limits: tuple[int, int] | None = None  # items and bytes it takes in a request, once it has told
         self.failures = 0  # in a row
@@ -73,12 +82,15 @@ class Server:
                 self.greet(min(PROBE_SECONDS, self.timeout))
 
     def score(self, items: list[dict[str, Any]]) -> dict[str, list[float]]:
+        """Scores in the order of the items. Ids begin elsewhere each time, so that no other request's answer fits."""
+        first = secrets.randbelow(MAX_ID - len(items))
+        items = [{"id": first + i, **item} for i, item in enumerate(items)]
         body = json.dumps({"version": 1, "items": items}).encode()
         if self.limits and len(body) > self.limits[1]:
             raise Refused(f"takes {self.limits[1]} bytes a request, and {len(items)} pictures have {len(body)}")
         content = self._ask("POST", "/score", self.timeout, MAX_ANSWER_BYTES + MAX_ITEM_BYTES * len(items), body)
         try:
-            return read_answer(content, len(items))
+            return read_answer(content, len(items), first)
         except ValueError as error:
             raise RewardFailed(f"answers garbage ({error})") from None
 
@@ -100,6 +112,7 @@ class Server:
                     data=body,
                     headers=headers | {"Accept": "application/json", "Accept-Encoding": "identity"},
                     auth=self._authorise,
+                    proxies=self._proxies,
                     timeout=seconds,
                     allow_redirects=False,
                     stream=True,
@@ -108,7 +121,7 @@ class Server:
             except (requests.Timeout, TimeoutError):
                 raise late from None
             except (requests.RequestException, HTTPError, OSError) as error:
-                raise late if self._watch.over else RewardFailed(f"does not answer ({_root(error)})") from None
+                raise late if self._watch.over else RewardFailed(f"does not answer ({self._why(error)})") from None
             if self._watch.over:
                 raise late
         if len(content) > most:
@@ -117,11 +130,34 @@ class Server:
             return content
         return _raise_status(answer, content)
 
+    def _why(self, error: Exception) -> str:
+        if self._proxies and not is_loopback(urlsplit(self.url).hostname or "") and get_environ_proxies(self.url):
+            return f"{_root(error)}; asked directly, since a proxy would read an http request with its token"
+        return _root(error)
+
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         """As an `auth`, since requests would let a netrc file replace a mere header."""
         if self._token:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
+
+
+def _proxies(url: str) -> dict[str, str]:
+    """Overrides of the environment's proxies: none for https, all where a proxy is not to be asked.
+
+    A proxy reads an http request and the token in it, and its loopback is another machine's. https passes unread.
+    """
+    split = urlsplit(url)
+    return {} if split.scheme == "https" and not is_loopback(split.hostname or "") else {"http": "", "https": ""}
+
+
+class _Response(HTTPResponse):
+    def _read_next_chunk_size(self) -> int:
+        """As in the library, which takes a size below 0: -1 reads without end, and others are a `ValueError`."""
+        size: int = super()._read_next_chunk_size()  # type: ignore[misc]
+        if size < 0:
+            raise HTTPException(f"a chunk of {size} bytes")
+        return size
 
 
 class _Watch(HTTPAdapter):
@@ -157,6 +193,7 @@ class _Watch(HTTPAdapter):
 
         def connection(*args: Any, **kwargs: Any) -> Any:
             made = kind(*args, **kwargs)
+            made.response_class = _Response
             connect = made._new_conn
             made._new_conn = lambda: self._hold(connect())
             return made
@@ -210,8 +247,10 @@ def png(pixels: np.ndarray) -> str:
     return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
 
 
-def read_answer(content: bytes, count: int) -> dict[str, list[float]]:
+def read_answer(content: bytes, count: int, first: int = 0) -> dict[str, list[float]]:
     """The scores in an answer, by part (`""` where there are no parts), in the order of the items; NaN for null.
+
+    The items' ids are `first` and those that follow it.
 
     Empty where every score is null. `ValueError` says what is amiss: nothing is guessed or mended.
     """
@@ -221,9 +260,13 @@ def read_answer(content: bytes, count: int) -> dict[str, list[float]]:
     rows = answer.get("scores")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and {"id", "score"} <= set(row) for row in rows):
         raise ValueError("no list of scores with their ids")
-    if any(type(row["id"]) is not int for row in rows) or sorted(row["id"] for row in rows) != list(range(count)):
-        raise ValueError(f"the ids are not those of the {count} items")
-    scores: dict[int, Any] = {row["id"]: row["score"] for row in rows}
+    if any(type(row["id"]) is not int for row in rows):
+        raise ValueError("an id that is no integer")
+    ids = sorted(row["id"] for row in rows)
+    if ids != list(range(first, first + count)):
+        counted = ", but count from 0: a server answers the ids it was sent" if ids == list(range(count)) else ""
+        raise ValueError(f"the ids are not those of the {count} items{counted}")
+    scores: dict[int, Any] = {row["id"] - first: row["score"] for row in rows}
     if all(score is None for score in scores.values()):
         return {}
     names = next((list(score) for score in scores.values() if isinstance(score, dict)), None)
@@ -247,22 +290,3 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
         raise ValueError("a score that is not a finite number")
     return float(value)
-
-
-def strict_json(content: bytes) -> Any:
-    """JSON without what Python adds to it, and without names that come twice; else `ValueError`."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name comes twice")
-        return dict(pairs)
-
-    def no_constant(text: str) -> None:
-        raise ValueError(f"{text} is no number")
-
-    try:
-        return json.loads(content, object_pairs_hook=once, parse_constant=no_constant)
-    except json.JSONDecodeError:
-        raise ValueError("not JSON") from None
-    except RecursionError:
-        raise ValueError("nested too deep") from None

@@ -131,7 +131,7 @@ class RemoteReward:
     ) -> list[dict[str, Any]]:
         pixels = (images[rows].float().clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
         items: list[dict[str, Any]] = []
-        for i, (row, picture) in enumerate(zip(rows, pixels, strict=True)):
+        for row, picture in zip(rows, pixels, strict=True):
             content = {"png": png(picture)} if picture.ndim == 3 else {"frames": [png(frame) for frame in picture]}
             fields = {key: values[row] for key, values in columns.items()}
             try:
@@ -139,7 +139,7 @@ class RemoteReward:
             except (TypeError, ValueError) as error:
                 problem = f"a prompt's fields cannot be sent as JSON ({error})"
                 raise InputError(f"rewards.{self.name}.url", None, problem) from None
-            items.append({"id": i, "prompt": prompts[row], **content, "columns": fields})
+            items.append({"prompt": prompts[row], **content, "columns": fields})
         return items
 
     def _same_parts(self, scores: dict[str, list[float]]) -> dict[str, list[float]]:
