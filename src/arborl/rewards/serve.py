@@ -176,7 +176,7 @@ def _scores(
         for i in reversed(range(len(items))):
             images[i] = pictures.pop().to(device)
         found = _called(reward, images.div_(255), items, fields)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit would end the server
         log.exception("the reward failed")
         first = next(iter(str(error).splitlines()), "")
         raise HTTPException(500, f"the reward failed: {type(error).__name__}: {first}") from None
