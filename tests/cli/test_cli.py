@@ -170,7 +170,7 @@ BAD = {
     "a moment of one": (["train.beta1=1"], ["train.beta1=1", "below 1"]),
     "a seed beyond all": (["seed=99999999999999999999"], ["seed"]),
     "an index that is not json": (["model=sd3", "model.path=bad_index"], ["bad_index", "model_index.json"]),
-    "a text where a list is meant": (["log.trackers=tensorboard"], ["log.trackers=tensorboard", "[a,b]"]),
+    "a mapping where a list is meant": (["log.trackers={a:1}"], ["log.trackers={a:1}", "[a,b]"]),
     "runs in an impossible place": (["log.dir=/proc/nowhere"], ["log.dir=/proc/nowhere"]),
     "lora that matches in part": (["model.train=lora", "model.lora.targets=[hidden,nose]"], ["['nose']", "hidden"]),
     "a name that leaves the folder": (["run_name=../x"], ["run_name=../x", "letters"]),

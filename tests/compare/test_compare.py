@@ -112,7 +112,9 @@ class TestTable:
 
     def test_a_run_without_a_score_is_left_out(self, tmp_path: Path):
         runs = [fake(tmp_path, "flow_grpo", 0), fake(tmp_path, "tree", 0)]
-        (runs[1].folder / "metrics.jsonl").write_text(json.dumps({"eval/scene": None, "step_time": 1.0}) + "\n")
+        (runs[1].folder / "metrics.jsonl").write_text(
+            json.dumps({"epoch": 0, "eval/scene": None, "step_time": 1.0}) + "\n"
+        )
         assert [row.cell for row in read(runs, Protocol((0,), 1e4)).rows] == ["flow_grpo"]
         with pytest.raises(InputError, match="no run has come to a score"):
             read(runs[1:], Protocol((0,), 1e4))
