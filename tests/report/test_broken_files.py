@@ -179,6 +179,19 @@ def test_a_sheet_that_was_cut_or_whose_bits_turned(run: Path):
             line_of(run)
 
 
+BOXES: list[Any] = [None, "abcd", {}, [1, 2, 3], [0] * 5, ["a"] * 4, [0.5, 0, 3, 3], [5, 5, 1, 1], [0, 0, 0, 0]]
+BOXES += [[-5, 0, 5, 5], [0, -5, 5, 5], [0, 0, 10**6, 5], [0, 0, 5, 10**6], [0, 0, 10**30, 10**30]]
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_a_picture_that_is_not_on_its_sheet(box: Any, run: Path):
+    """One of a million pixels a side would take the memory."""
+    index = json.loads((run / f"{SHEET}.json").read_text())
+    index["pictures"][0]["box"] = box
+    (run / f"{SHEET}.json").write_text(json.dumps(index))
+    assert line_of(run).startswith("sheet=")
+
+
 def test_a_comparison(tmp_path: Path):
     def row(cell: str) -> Row:
         curves = {seed: [Point(100.0 * i, float(i), 0.1 * i, 0.1) for i in range(3)] for seed in (0, 1)}
