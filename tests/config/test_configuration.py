@@ -18,6 +18,7 @@ from arborl.core.errors import InputError
 from arborl.core.kernels import KERNELS
 from arborl.core.plans import PLANS
 from arborl.engine.method import plans_of_a_run
+from arborl.worlds.scenes import FOLDER
 
 from conftest import ROOT
 
@@ -114,6 +115,25 @@ class TestEnvironment:
         OmegaConf.register_new_resolver("own", lambda name: os.environ[name])
         yield
         OmegaConf.clear_resolver("own")
+
+    def test_folders_of_it_are(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        """Also for the folder of a model, whose family decides other settings, and as a default of one another."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("SCRATCH", raising=False)
+        (tmp_path / "m").symlink_to(FOLDER)
+        config = load_config("tree", ["model.path=${oc.env:HOME}/m", "log.dir=${oc.env:HOME}/runs"])
+        assert (config.model.path, config.log.dir) == (f"{tmp_path}/m", f"{tmp_path}/runs")
+        assert config.model.family == load_config("tree", [f"model.path={tmp_path}/m"]).model.family
+        mine = tmp_path / "mine.yaml"
+        mine.write_text(
+            yaml.safe_dump({"defaults": ["tree", "_self_"], "log": {"dir": "${oc.env:SCRATCH,${oc.env:HOME}}"}})
+        )
+        assert load_config(str(mine)).log.dir == str(tmp_path)
+        mine.write_text(
+            yaml.safe_dump({"defaults": ["tree", "_self_"], "log": {"dir": "${oc.env:SCRATCH,${oc.env:A_KEY}}"}})
+        )
+        with pytest.raises(InputError, match="settings may ask for"):
+            load_config(str(mine))
 
     @pytest.mark.parametrize("how", ASKS)
     def test_nothing_of_it_is_read(self, how: str, tmp_path: Path):

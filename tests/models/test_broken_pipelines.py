@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 from arborl.cli import main
@@ -17,6 +18,10 @@ from arborl.config.schema import Config
 from arborl.core.errors import InputError
 from arborl.engine.method import schedule_of
 from arborl.models import load_model, model_class
+from arborl.models.sd import SDModel
+from arborl.models.sd3 import SD3Model
+from arborl.models.source import Source
+from arborl.models.wan import WanModel
 
 from conftest import CPU, TINY, tiny_overrides
 
@@ -62,6 +67,17 @@ def line_of(family: str, folder: Path, loads: bool = False) -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("name", sorted({name for cls in (SDModel, WanModel, SD3Model) for name in cls.schedulers}))
+def test_every_scheduler_may_have_the_settings_it_has_by_default(name: str, tmp_path: Path):
+    """Infinity is one of them."""
+    if name.startswith("LMS"):
+        pytest.importorskip("scipy")
+    getattr(diffusers, name)().save_pretrained(tmp_path / "scheduler")
+    index = {"_class_name": "StableDiffusionPipeline", "scheduler": ["diffusers", name]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    Source(str(tmp_path)).check_kinds("scheduler")
 
 
 NOT_SETTINGS = [b"", b"[]", b"null", b"3", b'"x"', b"{", b"\xff\xfe", b"\0" * 50, b"[" * 100_000, b'{"a":' * 100_000]

@@ -66,9 +66,19 @@ class TestExamine:
         found = examine(ask, count)
         if how == "best" and float(scores.min() / scores.max()) > 1 - 2 * ROUNDING:
             return  # as small as rounding
-        assert found.noise == ""
         assert found.fault
         assert "in another order, or alone" in found.fault[0]
+        assert "nothing else in the call" in found.fault[1]
+
+    @given(counts, seeds, st.sampled_from([0.15, 0.3, 0.45]))
+    def test_a_little_company_is_a_warning(self, count: int, seed: int, share: float):
+        """As of a network in half precision whose kernels depend on the size of the call."""
+        scores = torch.arange(count, dtype=torch.float64)[drawn(count, seed).argsort()] * 1e-3 + 1e-4
+        spread = float(scores.std(correction=0))
+        found = examine(lambda index: scores[index] + share * spread * (len(index) == 1), count)
+        assert found.fault is None
+        assert "in another order, or alone" in found.noise
+        assert "nothing else in the call" in found.cure
 
     @given(counts)
     def test_what_only_another_order_shows_is_found(self, count: int):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,12 @@ import arborl.run.run as run_module
 from arborl import trainer
 from arborl.config import load_config, read_config
 from arborl.engine.evaluate import Evaluation
-from arborl.run.checkpoint import evaluation_of_best, problem_with, read_header
+from arborl.run.checkpoint import evaluation_of_best, problem_with, read_header, remove_partial
 from arborl.run.folder import read_evaluations, read_metrics
 from arborl.run.logger import Logger
+from arborl.run.resume import resolve_start
 from arborl.run.run import Run
+from arborl.tools.files import scratch
 
 TINY = ["sample.num_prompts=1", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]", "eval.watch=off"]
 MORE = int(os.environ.get("ARBORL_EXAMPLES", "1"))
@@ -170,6 +173,66 @@ def test_weights_chosen_by_another_measure_are_set_aside_and_not_replaced(tmp_pa
     aside = run / "checkpoints" / "best_epoch_000001"
     assert problem_with(aside) is None
     assert read_header(aside)["evaluation"]["eval/place"] == 5.0
+
+
+def test_a_run_that_watches_a_reward_goes_on_with_the_evaluations_it_had(tmp_path: Path):
+    """By its own settings, which have the watched reward among the others, and by those it was started with."""
+    watching = [*TINY, "eval.every=1", "eval.rewards=[brightness]", f"log.dir={tmp_path}", "run_name=x"]
+    run = trainer.train(load_config("mixture", [*watching, "train.epochs=2"]))
+    first = read_evaluations(run)
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=3"]), resume=run)
+    config = resolve_start(Path("auto"), "mixture", [*watching, "train.epochs=4"]).config
+    trainer.train(config, resume=run)
+    rows = read_evaluations(run)
+    assert rows[: len(first)] == first
+    assert [row["epoch"] for row in rows] == [0, 1, 2, 3, 4], "no evaluation is made twice"
+    assert len({row["protocol"] for row in rows}) == 1
+    assert not list((run / "checkpoints").glob("best_*"))
+
+
+def test_raw_weights_are_not_taken_for_their_average(tmp_path: Path):
+    settings = [*TINY, "train.ema_decay=0.99", "train.epochs=2", f"log.dir={tmp_path}"]
+    run = trainer.train(load_config("mixture", settings))
+    trainer.train(read_config(run / "config.yaml", ["train.ema_decay=0", "train.epochs=3", "eval.every=1"]), resume=run)
+    assert [row["epoch"] for row in read_evaluations(run)] == [0, 2, 2, 3]
+
+
+def test_best_weights_that_were_lost_do_not_keep_others_out(tmp_path: Path):
+    story = Story(tmp_path, [0.0, 9.0, 1.0, 2.0, 3.0], every=1)
+    run = tmp_path / "x"
+    assert story.goes_on(2, math.inf)
+    assert best_of(run) == (1, 9.0)
+    (run / "checkpoints" / "best" / "weights.safetensors").write_bytes(b"damaged")
+    assert story.goes_on(4, math.inf)
+    assert best_of(run) == (4, 3.0)
+
+
+def test_a_kill_while_the_best_is_replaced_leaves_one_of_both(tmp_path: Path):
+    run = tmp_path / "x"
+    story = Story(tmp_path, [0.0, 1.0, 2.0, 3.0], every=1)
+    assert story.goes_on(1, math.inf)
+    folder = run / "checkpoints"
+    with scratch(folder) as outer:  # as it lies there between the two renames
+        (folder / "best").rename(outer / "old_best")
+        shutil.copytree(outer, folder / ".arborl-killed")
+        shutil.copy(outer / "mark", folder / ".arborl-killed" / "mark")
+    assert not (folder / "best").exists()
+    remove_partial(folder)
+    assert best_of(run) == (1, 1.0)
+    assert not list(folder.glob(".arborl-*"))
+
+
+def test_a_file_of_a_file_manager_is_no_damage(tmp_path: Path):
+    story = Story(tmp_path, [0.0, 1.0, 2.0, 3.0], every=1)
+    assert story.goes_on(2, math.inf)
+    folder = tmp_path / "x" / "checkpoints"
+    for name in ("best", "epoch_000002"):
+        (folder / name / ".DS_Store").write_bytes(b"")
+        assert problem_with(folder / name) is None
+    assert story.goes_on(4, math.inf)
+    assert not list(folder.glob("damaged_epoch*"))
+    assert best_of(tmp_path / "x") == (3, 3.0)
+    assert list(folder.rglob(".DS_Store")), "what is not the run's stays"
 
 
 def test_fewer_pictures_in_between_are_a_curve_of_their_own(tmp_path: Path):

@@ -14,8 +14,10 @@ from torch import nn
 
 from arborl.cli import main
 from arborl.config import read_config
+from arborl.core.errors import InputError
 from arborl.engine.state import Ema, State
 from arborl.run.checkpoint import load_checkpoint
+from arborl.run.resume import resolve_start
 
 from conftest import ROOT
 
@@ -91,6 +93,21 @@ def test_its_weights_are_scored(run: Path, told):
     assert all(math.isfinite(mean) for mean in means.values())
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert means["scene"] == pytest.approx(last["eval/scene"], abs=1e-4)
+
+
+def test_it_goes_on_by_the_command_it_was_started_with(run: Path, tmp_path: Path):
+    """Settings that are newer than the run are what it ran by, unless the command names them."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red circle\n" * 9)
+    path = run / "config.yaml"
+    content = path.read_text().replace("prompts:\n  path: ''", f"prompts:\n  path: {file}")
+    assert str(file) in content
+    path.write_text(content)
+    given = [*SETTINGS, f"prompts.path={file}", f"run_name={run.name}", f"log.dir={run.parent}"]
+    found = resolve_start(Path("auto"), "tree", given)
+    assert (found.config.prompts.held_out, found.config.eval.num_between) == (0.0, 0)
+    with pytest.raises(InputError, match=r"prompts\.held_out=0\.1: cannot change"):
+        resolve_start(Path("auto"), "tree", [*given, "prompts.held_out=0.1"])
 
 
 def test_its_weights_make_pictures(run: Path, told):

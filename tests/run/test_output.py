@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arborl.config import load_config, read_config
-from arborl.tools.output import tolerant_output
+from arborl.tools.output import flush_or_discard, tolerant_output
 from arborl.trainer import train
 
 from launching import Fork, Limits, assert_same_run, rows_of
@@ -89,6 +89,15 @@ def test_a_run_under_nohup_ignores_the_hangup(tmp_path: Path, whole: Path, monke
     assert calls
     assert not log.exists()
     assert_same_run(whole, tmp_path / "runs" / "cut")
+
+
+def test_a_daemon_whose_output_is_closed_from_the_start(tmp_path: Path, whole: Path, monkeypatch):
+    """Python has no streams then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    train(load_config("mixture", [*SETTINGS, f"log.dir={tmp_path}", "run_name=cut"]))
+    flush_or_discard()
+    assert_same_run(whole, tmp_path / "cut")
 
 
 def test_what_libraries_print_themselves_stops_nothing_either(monkeypatch):

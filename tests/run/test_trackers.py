@@ -90,6 +90,16 @@ def test_tensorboard_and_wandb_offline_get_numbers_and_pictures_and_go_on_in_the
     assert Image.open(files / after[1]["samples.filenames"][0]).size == (32, 32)
 
 
+@pytest.mark.parametrize("name", ["epoch_000002.png", "epoch_000002.json"])
+def test_a_sheet_that_was_cut_short_is_a_warning(place: Path, capsys, name: str):
+    run = train(load_config("mixture", [*TINY, "log.trackers=[tensorboard]"]))
+    path = run / "samples" / name
+    path.write_bytes(path.read_bytes()[:300])
+    train(read_config(run / "config.yaml", ["train.epochs=3"]), resume=run)
+    said = capsys.readouterr().err
+    assert "warning: TensorBoard lacks the pictures after 2 epochs" in said
+
+
 def test_a_huge_drawing_is_made_smaller_and_not_refused(tmp_path: Path, monkeypatch):
     Image.new("RGB", (300, 10_000)).save(tmp_path / "tree.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)

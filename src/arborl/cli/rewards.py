@@ -77,7 +77,6 @@ def rewards_check(
 
     Example: arborl rewards check jpeg
     """
-    from ..rewards.consistency import STEADY
     from ..rewards.inspect import try_out
 
     config = load_config(config_name or "tree", overrides)
@@ -94,7 +93,7 @@ def rewards_check(
     if found.fault:
         raise found.fault
     if found.noise:
-        click.echo(f"warning: {found.noise}; better: {STEADY}", err=True)
+        click.echo(f"warning: {found.noise}", err=True)
 
 
 @app.command()

@@ -60,7 +60,7 @@ class Comparison:
     target: float | None  # the baseline's score, which others are to reach
     equal_compute: float
     rows: list[Row]
-    evaluated_on: str = "held-out prompts"
+    evaluated_on: str = "evaluation prompts"
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -71,7 +71,7 @@ def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     with _one_line_errors("--config-name", name, overrides):
         composed = _compose(name, chosen)
         if "model.path" in given and not given.keys() & {"model", "model.family"}:
-            family = _family_at(str(_parse(given["model.path"]).value()))
+            family = _family_at(_resolved(composed, "model.path", _parse(given["model.path"]).value()))
             if family != composed.model.family:  # another kind than the preset's: with settings of its own
                 composed = _compose(name, [*chosen, f"model={family}"])
         composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
@@ -113,6 +113,12 @@ def _as_of_now(settings: Any) -> Any:
         if OmegaConf.select(settings, key) is None and (needed is None or OmegaConf.select(settings, needed)):
             OmegaConf.update(settings, key, value)
     return settings
+
+
+def read_before(path: Path) -> list[str]:
+    """The settings that a run's file lacks because it is older than they are."""
+    found = OmegaConf.load(path)
+    return [key for key in ADDED if OmegaConf.select(found, key) is None]
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -175,6 +181,15 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
             _values(each, known) for part in parts for each in (part if isinstance(part, tuple) else (part,))
         )
     return known[id(node)]
+
+
+def _resolved(composed: DictConfig, key: str, value: Any) -> str:
+    """What an override's value comes to, which may name another setting or a folder of the environment."""
+    check_interpolations(key, value)
+    changed = composed.copy()
+    with open_dict(changed):
+        OmegaConf.update(changed, key, value)
+    return str(OmegaConf.select(changed, key))
 
 
 def _family_at(path: str) -> str:

@@ -16,7 +16,7 @@ ENVIRONMENT = (
 """Variables of the environment that settings may name as ${oc.env:NAME}: folders and jobs. Settings are resolved into
 config.yaml, onto the report's page and into addresses, and a yaml file may be anyone's: no other one is read for it.
 """
-MAY_RESOLVE = re.compile(rf"\$\{{\s*(oc\.env:\s*({'|'.join(ENVIRONMENT)})\s*(,[^$]*)?|now:[^$]*)\}}")
+MAY_RESOLVE = re.compile(rf"\$\{{\s*(oc\.env:\s*({'|'.join(ENVIRONMENT)})\s*(,.*)?|now:[^$]*)\}}", re.DOTALL)
 
 
 def check_interpolations(key: str, value: Any) -> None:

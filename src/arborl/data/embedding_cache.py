@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..tools.cache import cache_home, file_digest
-from ..tools.files import atomic
+from ..tools.files import atomic, remove_abandoned
 
 FORMAT = 1
 Encode = Callable[[Sequence[str]], dict[str, Tensor]]
@@ -54,6 +54,8 @@ class Embeddings:
         """Encode and keep these texts; each is on disk as soon as its batch is through."""
         if not missing:
             return
+        for place in {self.path(text).parent for text in missing}:
+            remove_abandoned(place)
         with self.encoder() as encode:
             for start in range(0, len(missing), batch_size):
                 batch = missing[start : start + batch_size]

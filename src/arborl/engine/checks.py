@@ -25,7 +25,7 @@ from ..models import Model
 from ..models.compile import uncompiled
 from ..rewards import Rewards
 from ..rewards.base import describe_failure
-from ..rewards.consistency import STEADY, examine
+from ..rewards.consistency import examine
 from .batches import batches, settled
 from .rollout import Rollout
 
@@ -276,7 +276,7 @@ def _answer(rewards: Rewards, name: str, images: Tensor, prompts: Prompts) -> Fi
         return Finding(what, f"{said}; all alike", False, "it cannot tell these pictures apart, so it teaches nothing")
     if swapped is not None and found.same_as(swapped):
         said += "; it does not look at the prompt"
-    return Finding(what, f"{said}; {found.noise}", None, STEADY) if found.noise else Finding(what, said, True)
+    return Finding(what, f"{said}; {found.noise}", None, found.cure) if found.noise else Finding(what, said, True)
 
 
 class Spread(NamedTuple):

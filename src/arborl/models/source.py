@@ -133,7 +133,7 @@ class Source:
         for name, parameter in inspect.signature(self.class_of(part).__init__).parameters.items():
             known = set() if parameter.default is inspect.Parameter.empty else _kinds(parameter.default)
             found = _kinds(config.get(name))
-            if not found <= (known or found) or "no number" in found:
+            if not found <= (known or found) or "no number" in found - known:
                 problem = f"its {part} says {name}={_shown(config[name])}"
                 raise InputError("model.path", self.path, problem, f"such as {parameter.default}" if known else None)
 

@@ -12,8 +12,8 @@ REPEATED, ROUNDING = 1e-3, 1e-2
 size or order, whose kernels may differ.
 """
 NOTICEABLE, TOO_MUCH = 0.1, 0.5
-"""Shares of the spread between pictures: up to the first nobody minds a difference; chance beyond the second drowns
-what the pictures differ in.
+"""Shares of the spread between pictures: up to the first nobody minds a difference; beyond the second it drowns what
+the pictures differ in.
 """
 
 
@@ -31,22 +31,31 @@ class Consistency(NamedTuple):
 
     @property
     def noise(self) -> str:
-        """What it does by chance, if that shows; empty otherwise."""
-        if self.chance <= max(NOTICEABLE * self.spread, REPEATED * self.peak):
+        """What it does by chance, or by what else is in the call, if that shows; empty otherwise."""
+        if self._by_chance:
+            how = f"score up to {self._apart:.2g} differently each time"
+        elif self.company > self._allowed:
+            how = f"in another order, or alone, score up to {self.company:.2g} differently"
+        else:
             return ""
-        apart = max(self.chance, self.company)
-        return f"the same pictures score up to {apart:.2g} differently each time, and differ by {self.spread:.2g}"
+        return f"the same pictures {how}, and differ by {self.spread:.2g}"
 
     @property
     def fault(self) -> tuple[str, str] | None:
         """What is wrong, and what would be right."""
-        if self.noise:
-            drowned = max(self.chance, self.company) > TOO_MUCH * self.spread
-            return (self.noise, STEADY) if drowned else None
-        if self.company > self._allowed:
-            problem = f"the same pictures in another order, or alone, score up to {self.company:.2g} differently"
-            return problem, "picture i scored by prompt i and by nothing else in the call"
-        return None
+        return (self.noise, self.cure) if self.noise and self._apart > TOO_MUCH * self.spread else None
+
+    @property
+    def cure(self) -> str:
+        return STEADY if self._by_chance else ALONE
+
+    @property
+    def _by_chance(self) -> bool:
+        return self.chance > max(NOTICEABLE * self.spread, REPEATED * self.peak)
+
+    @property
+    def _apart(self) -> float:
+        return max(self.chance, self.company)
 
     @property
     def _allowed(self) -> float:
@@ -58,6 +67,7 @@ class Consistency(NamedTuple):
         return _far(self.scores, others) <= self._allowed
 
 
+ALONE = "picture i scored by prompt i and by nothing else in the call"
 STEADY = "one score for a picture and its prompt: its network in eval mode, and what it draws seeded by the picture"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..data.embedding_cache import fingerprint, tensors_digest
 from ..tools.cache import cache_home
-from ..tools.files import atomic
+from ..tools.files import atomic, remove_abandoned
 from ..tools.quiet import quiet_libraries
 
 DAMAGED = (RuntimeError, LookupError, AssertionError, TypeError, AttributeError)
@@ -164,6 +164,7 @@ def converted(key: str, path: Path, name: str, convert: Callable[[], dict[str, T
     tensors = {name: tensor.contiguous() for name, tensor in convert().items()}
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(copy.parent)
         with atomic(copy, cache=True) as aside:
             save_file(tensors, aside, {"digest": tensors_digest(tensors)})
     except (OSError, SafetensorError) as error:

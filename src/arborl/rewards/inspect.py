@@ -76,7 +76,8 @@ def try_out(
     if not isinstance(reward, NetworkReward):  # which on a CPU takes seconds a picture, and tests hold to this
         prompts = [text, *(OTHERS if takes_any else [text, text])]
         found = _consistency(name, reward, image.to(where), prompts)
-        noise, fault = found.noise, InputError(f"rewards.{name}", None, *found.fault) if found.fault else None
+        noise = f"{found.noise}; better: {found.cure}" if found.noise else ""
+        fault = InputError(f"rewards.{name}", None, *found.fault) if found.fault else None
     return TryOut(scores, load, again, size, str(where), noise, fault)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..core.errors import InputError, first_line, shortened
 from ..distributed.fsdp import gathered, gathered_on_host, to_sharding_of
 from ..engine.state import State, copy_into
-from ..tools.files import fsync, kind_of, remove_abandoned, scratch, umask
+from ..tools.files import abandoned, fsync, kind_of, remove_abandoned, scratch, umask
 from ..tools.finite_json import finite_json
 from .folder import is_row, read_evaluations
 from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
@@ -40,6 +40,8 @@ COUNTERS = {
 """The counters of a state, and their names in its file."""
 OWN_NAMES = re.compile(rf"{SUMS}|{HEADER}|(weights|ema|optimizer\.[a-z_]+)\.safetensors")
 """The names of a checkpoint's files."""
+OLD = "old_"
+"""The beginning of a replaced checkpoint's name until it is gone."""
 
 
 def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> None:
@@ -203,7 +205,13 @@ def quarantine(path: Path) -> Path:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove checkpoints that were left half written or half removed."""
+    """Remove checkpoints that were left half written or half removed; but the best that was about to be replaced when
+    the run was killed goes back to its place.
+    """
+    for left in abandoned(folder):
+        old = left / f"{OLD}{BEST}"
+        if kind_of(folder / BEST) is None and kind_of(old) == "folder" and problem_with(old) is None:
+            old.rename(folder / BEST)
     remove_abandoned(folder)
 
 
@@ -211,7 +219,8 @@ def problem_with(path: Path) -> str | None:
     """Why a checkpoint is not what was written, byte for byte; None for a valid one."""
     try:
         listed = dict(_line(line) for line in (path / SUMS).read_bytes().decode("ascii").splitlines(keepends=True))
-        found = {file.name for file in path.iterdir()} - {SUMS}
+        # What a file manager or a user put beside them is no damage.
+        found = {file.name for file in path.iterdir() if OWN_NAMES.fullmatch(file.name)} - {SUMS}
         if listed.keys() != found or HEADER not in listed:
             differ = ", ".join(sorted(listed.keys() ^ found)) or HEADER
             return f"has other files than its {SUMS} says ({differ})"
@@ -325,11 +334,17 @@ def _seal(folder: Path) -> None:
 
 def _put(aside: Path, target: Path, outer: Path) -> None:
     """A finished folder in the place of the checkpoint that was there before, which leaves with the scratch folder."""
+    old = outer / f"{OLD}{target.name}"
     if _is_removable(target):
-        target.rename(outer / f"old_{target.name}")
+        target.rename(old)
     elif kind_of(target):
         quarantine(target)  # with what is not ours in it; an error where none of it is
-    aside.rename(target)
+    try:
+        aside.rename(target)
+    except BaseException:  # an interrupt too: what was there is not to go with the scratch folder
+        if old.exists():
+            old.rename(target)
+        raise
     fsync(target.parent)
 
 

@@ -54,7 +54,8 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 def described(found: dict[str, Any]) -> str:
     """Devices and versions in one line."""
     several = f"{found['processes']} processes on " if found["processes"] > 1 else ""
-    versions = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "diffusers"))
+    known = found["packages"]
+    versions = ", ".join(f"{name} {known[name]}" for name in ("torch", "diffusers") if name in known)
     commit = found["commits"]["arborl"]
     return f"{several}{found['device']}, {versions}, arborl {found['arborl']}{f' at {commit[:9]}' if commit else ''}"
 
@@ -108,12 +109,14 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def evaluated_on(folder: Path, config: Config) -> str:
-    """What a run's evaluations are of: held-out prompts, or training prompts. Version 0.1.0 did not write it down."""
+    """What a run's evaluations are of: held-out prompts, or training prompts. Version 0.1.0 did not write it down, and
+    called all of them held-out.
+    """
     starts = starts_of(folder)
     prompts = starts[-1].get("prompts") if starts else None
     if isinstance(prompts, dict) and isinstance(known := prompts.get("evaluated_on"), str):
         return known
-    return "training prompts" if config.prompts.path and not config.eval.prompts else "held-out prompts"
+    return "training prompts" if config.prompts.path and not config.eval.prompts else "evaluation prompts"
 
 
 def _version(package: str) -> str | None:

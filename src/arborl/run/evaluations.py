@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..config.schema import Config
+from ..config.schema import Config, RewardConfig
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import any_rank
@@ -36,15 +36,16 @@ ASKED = (
 def protocol_of(config: Config, prompts: Prompts) -> str:
     """What evaluations ask, in a word: where it is the same, their scores can be compared."""
     asked = {name: value for name, value in flat(config).items() if name in ASKED}
-    asked |= {f"{name}.{part}": str(getattr(r, part)) for name, r in config.rewards.items() for part in ("fn", "dtype")}
-    asked |= {f"{name}.fps": r.fps for name, r in config.rewards.items()}
+    # A run's own settings have those that are only watched among its rewards, those it was started with may not.
+    rewards = {name: RewardConfig() for name in config.eval.rewards} | config.rewards
+    asked |= {f"{name}.{part}": getattr(r, part) for name, r in rewards.items() for part in ("fn", "dtype", "fps")}
     asked |= {"prompts": prompts.digest}
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass
 class Evaluations:
-    """The run's evaluations: pictures and scores of held-out prompts, which weights are the best, reward hacking."""
+    """The run's evaluations: pictures and scores, which weights are the best, reward hacking."""
 
     config: Config
     accelerator: Accelerator
@@ -91,9 +92,7 @@ class Evaluations:
         is_best = False
         with self.coordinator.independent():
             if self.accelerator.is_main_process:
-                best = self.best()
-                # Untrained weights are not kept: the model has them.
-                is_best = best is not None and best["epoch"] == row["epoch"] > 0 and best != self._kept()
+                is_best = self._beats_the_kept(row)
                 if is_best and (aside := set_aside_best(self.logger.folder, self.comparable)):
                     self.logger.say(f"checkpoints/best was chosen by other evaluations; it is kept as {aside.name}")
         if any_rank(is_best, self.accelerator):
@@ -108,10 +107,9 @@ class Evaluations:
             return
         try:
             captions = self._captions(json.loads(index.read_bytes())["pictures"])
+            self.logger.log_pictures(SAMPLES, epoch, path, captions, only="tensorboard")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.logger.warn_once(f"TensorBoard lacks the pictures of epoch {epoch}: {index.name} is damaged ({error})")
-            return
-        self.logger.log_pictures(SAMPLES, epoch, path, captions, only="tensorboard")
+            self.logger.warn_once(f"TensorBoard lacks the pictures after {epoch} epochs: {path} is damaged ({error})")
 
     def _captions(self, shown: Sequence[Mapping[str, Any]]) -> list[str]:
         """What stands under pictures: the first reward's score, and the prompt."""
@@ -146,6 +144,15 @@ class Evaluations:
         rows = [row for row in read_evaluations(self.logger.folder) if "undone" not in row and self.comparable(row)]
         kept = self._kept()
         return best([*([kept] if kept else []), *rows], self.best_by, self.rewards.directions[self.best_by])
+
+    def _beats_the_kept(self, row: Mapping[str, Any]) -> bool:
+        """Whether the weights of an evaluation are to be kept: they are better than those that are, and than the
+        untrained ones, which the model has. What else was better is gone.
+        """
+        untrained = [one for one in read_evaluations(self.logger.folder) if one["epoch"] == 0 and self.comparable(one)]
+        others = [*untrained, *filter(None, [self._kept()])]
+        top = best([*others, row], self.best_by, self.rewards.directions[self.best_by])
+        return row["epoch"] > 0 and top is row
 
     def comparable(self, row: Mapping[str, Any]) -> bool:
         """Whether an evaluation asked what evaluations ask now."""

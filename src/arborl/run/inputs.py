@@ -86,7 +86,7 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts) -> list[str]:
     if not decoded.isfinite().all():
         raise InputError("model", None, "its decoder returned pictures that are not finite", "see arborl doctor")
     found = {name: _consistency(rewards, name, unlike(decoded), some) for name in rewards.functions}
-    return [f"rewards.{name} is not the same twice: {one.noise}" for name, one in found.items() if one.noise]
+    return [f"rewards.{name}: {one.noise}; better: {one.cure}" for name, one in found.items() if one.noise]
 
 
 def _consistency(rewards: Rewards, name: str, pictures: torch.Tensor, prompts: Prompts) -> Consistency:

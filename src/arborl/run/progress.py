@@ -51,7 +51,7 @@ class ProgressBar:
         finished = self.done == self.total
         if not self.live and (time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES or finished):
             left = f", {clock(self.seconds_left or 0)} left" if self.seconds_left else ""
-            self.logger.say(f"{self.head}: {', '.join(self.facts)}{left} {time_split(metrics)}")
+            self.logger.say(f"{self.head}: {', '.join(self.facts)}{left} | {time_split(metrics)}")
             self.last_line = time.monotonic()
 
     @property

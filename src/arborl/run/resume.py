@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..config import load_config, read_config
+from ..config import load_config, read_before, read_config
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..engine.autotune import find_batch_sizes
@@ -53,6 +53,9 @@ def resolve_start(resume: Path | None, name: str | None, overrides: Sequence[str
     for section, size in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
         if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
             setattr(getattr(config, section), size, getattr(getattr(before, section), size))
+    given = {text.split("=", 1)[0] for text in overrides}
+    for section, name in (key.split(".") for key in read_before(folder / CONFIG) if key not in given):
+        setattr(getattr(config, section), name, getattr(getattr(before, section), name))  # as the run was begun
     before.run_name, before.log.dir = config.run_name, config.log.dir  # it may have been moved
     check_same(before, config)
     return StartPoint(config, folder, _is_finished(folder, config))

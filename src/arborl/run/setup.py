@@ -106,8 +106,9 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
     changed = changes(with_absolute_paths(before), with_absolute_paths(config))
     logger = Logger(config, accelerator, resume, state.epoch, quiet, held)
     protocol = protocol_of(config, parts.prompts.evaluation)
-    if logger.evaluated.get("protocol", protocol) != protocol:
-        logger.evaluated = {}  # an evaluation of these weights by other settings says nothing here
+    averaged = bool(before.train.ema_decay) == bool(config.train.ema_decay)
+    if not averaged or logger.evaluated.get("protocol", protocol) != protocol:
+        logger.evaluated = {}  # an evaluation of other weights, or by other settings, says nothing here
     with fail_together(accelerator), logger.writing():
         if resume and accelerator.is_main_process:
             remove_partial(resume / CHECKPOINTS)

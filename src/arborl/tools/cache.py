@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import InputError
-from .files import atomic
+from .files import atomic, remove_abandoned
 
 LARGE = 2**20
 """Bytes from which a file's digest is kept: a smaller one is read as fast."""
@@ -40,6 +40,7 @@ def file_digest(path: Path) -> str:
     if found.st_size >= LARGE and time.time() - max(found.st_mtime, found.st_ctime) > SETTLED:
         with suppress(OSError):  # a cache that cannot be written is read without
             kept.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(kept.parent)
             with atomic(kept, cache=True) as aside:
                 aside.write_text(json.dumps({"file": known_by, "sha256": digest}))
     return digest

@@ -69,7 +69,7 @@ def scratch(folder: Path) -> Iterator[Path]:
         mark = open(made / MARK, "xb")  # noqa: SIM115 (closed before the folder goes)
         if fcntl:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(mark.fileno(), fcntl.LOCK_EX)  # whoever asks whether it is abandoned holds it for a moment
         mark.write(MARK_TEXT)  # not before it is locked: nobody takes it for abandoned in between
         mark.flush()
         yield made
@@ -80,11 +80,15 @@ def scratch(folder: Path) -> Iterator[Path]:
         _remove_scratch(made)
 
 
+def abandoned(folder: Path) -> list[Path]:
+    """The scratch folders in a folder whose makers were killed."""
+    return [left for left in folder.glob(f"{SCRATCH}*") if not left.is_symlink() and _is_abandoned(left / MARK)]
+
+
 def remove_abandoned(folder: Path) -> None:
-    """Remove the scratch folders in a folder whose makers were killed, and nothing else."""
-    for left in folder.glob(f"{SCRATCH}*"):
-        if not left.is_symlink() and _is_abandoned(left / MARK):
-            _remove_scratch(left)
+    """Remove these, and nothing else."""
+    for left in abandoned(folder):
+        _remove_scratch(left)
 
 
 def _is_abandoned(mark: Path) -> bool:

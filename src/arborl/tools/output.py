@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
 
 READER_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)
@@ -49,7 +49,12 @@ class Tolerant:
 @contextmanager
 def tolerant_output() -> Iterator[None]:
     """Inside, what cannot be written to stdout or stderr stops nothing."""
-    with redirect_stdout(Tolerant(sys.stdout)), redirect_stderr(Tolerant(sys.stderr)):  # pyright: ignore[reportArgumentType]
+    with ExitStack() as redirected:
+        # A daemon's may be closed from the start: then they are None, which everyone knows to deal with.
+        if sys.stdout is not None:
+            redirected.enter_context(redirect_stdout(Tolerant(sys.stdout)))  # pyright: ignore[reportArgumentType]
+        if sys.stderr is not None:
+            redirected.enter_context(redirect_stderr(Tolerant(sys.stderr)))  # pyright: ignore[reportArgumentType]
         yield
 
 
@@ -63,7 +68,7 @@ def discard(stream: TextIO) -> None:
 
 def flush_or_discard() -> None:
     """Before the process ends: an exit code says how a command went, not whether somebody read to its end."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
