@@ -228,7 +228,9 @@ def test_a_run_that_goes_on_writes_through_no_link_and_into_no_folder_of_others(
 
 
 def test_a_file_in_a_checkpoint_keeps_it(finished: Path, tmp_path: Path):
-    """One that is not needed any more stays; a damaged one is put aside with it, whatever was put there before."""
+    """One that is not needed any more stays, and a sound one is gone on from; a damaged one is put aside with the file,
+    whatever was put there before.
+    """
     run = tmp_path / "x"
     kept = shutil.copytree(finished, run) / "checkpoints"
     texts: list[str] = []
@@ -241,9 +243,10 @@ def test_a_file_in_a_checkpoint_keeps_it(finished: Path, tmp_path: Path):
         assert sorted(path.read_text() for path in kept.rglob("notes.txt")) == sorted(texts)
         return {path.name for path in kept.glob("*epoch*")}
 
-    assert go_on(4, "epoch_000002", "best") == {"damaged_epoch_000002", "epoch_000003", "epoch_000004"}
-    assert go_on(6, "epoch_000003") == {"damaged_epoch_000002", "epoch_000003", "epoch_000005", "epoch_000006"}
-    (kept / "damaged_epoch_000002").rename(kept / "damaged_epoch_000006")
+    assert go_on(4, "epoch_000002", "best") == {"epoch_000002", "epoch_000003", "epoch_000004"}
+    assert go_on(6, "epoch_000003") == {"epoch_000002", "epoch_000003", "epoch_000005", "epoch_000006"}
+    (kept / "epoch_000002").rename(kept / "damaged_epoch_000006")
+    (kept / "epoch_000006" / "weights.safetensors").write_bytes(b"damaged")
     assert {"damaged_epoch_000006", "damaged_epoch_000006-1"} < go_on(7, "epoch_000006")
 
 

@@ -302,8 +302,8 @@ def damages(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{file.name}: gone", file.unlink
         yield f"{file.name}: renamed", lambda file=file: file.rename(file.with_suffix(".bak"))
         yield f"{file.name}: a folder", lambda file=file: (file.unlink(), file.mkdir())
-    yield "one more", lambda: (folder / "notes.txt").write_text("mine")
-    yield "one more folder", lambda: (folder / "old").mkdir()
+    yield "one more", lambda: (folder / "optimizer.more.safetensors").write_text("mine")
+    yield "one more folder", lambda: (folder / "optimizer.old.safetensors").mkdir()
     yield "empty list", lambda: (folder / "SHA256SUMS").write_bytes(b"")
     yield "not a folder", lambda: (shutil.rmtree(folder), folder.write_text("?"))
     yield "nothing in it", lambda: [file.unlink() for file in folder.iterdir()]
