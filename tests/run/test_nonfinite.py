@@ -3,8 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from arborl import trainer
+from arborl.config import load_config
+from arborl.core.errors import InputError
 from arborl.run.checkpoint import checkpoints, problem_with
+from arborl.worlds.mixture import MixtureModel
 
 from launching import forked, last_checkpoint, ranks, rows_of
 
@@ -44,6 +49,25 @@ def test_weights_that_are_not_finite_stop_the_run_with_the_checkpoint_before(tmp
     again = forked("train", "--resume", "runs/x", "train.epochs=4", "train.learning_rate=1e-4", cwd=tmp_path)
     assert again.code == 0, again.said
     assert problem_with(last_checkpoint(run)) is None
+
+
+def test_weights_are_looked_at_when_an_epoch_is_done(tmp_path: Path, monkeypatch):
+    """Before anything of it is written, and also in the last one, which no rollout follows."""
+    honest, calls = trainer.update, []
+
+    def ruins(model: MixtureModel, *given: object) -> object:
+        stats = honest(model, *given)
+        calls.append(1)
+        if len(calls) == 3:
+            next(model.module.parameters()).data.view(-1)[0] = torch.inf
+        return stats
+
+    monkeypatch.setattr(trainer, "update", ruins)
+    settings = ["train.epochs=3", "log.save_every=1", "eval.num_prompts=4", "log.record_every=0", "log.trackers=[]"]
+    with pytest.raises(InputError, match="the update of epoch 2 left 1 weights that are not finite"):
+        trainer.train(load_config("mixture", [*settings, f"log.dir={tmp_path}", "run_name=x"]))
+    assert rows_of(tmp_path / "x") == 2
+    assert last_checkpoint(tmp_path / "x").name == "epoch_000002"
 
 
 @pytest.mark.parametrize(("calls", "rank"), [(0, 0), (15, 0), (50, 0), (50, 1)])

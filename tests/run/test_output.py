@@ -84,6 +84,8 @@ def test_a_run_under_nohup_ignores_the_hangup(tmp_path: Path, whole: Path, monke
         calls = []
         monkeypatch.setattr(os, "fsync", lambda handle: calls.append(handle) or os.kill(os.getpid(), signal.SIGHUP))
         train(load_config("mixture", [*SETTINGS, f"log.dir={tmp_path / 'runs'}", "run_name=cut"]))
+    except KeyboardInterrupt:
+        pytest.fail("it left")
     finally:
         signal.signal(signal.SIGHUP, before)
     assert calls
