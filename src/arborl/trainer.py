@@ -42,7 +42,7 @@ def run_epochs(run: Run) -> Path:
                 key = fold(config.seed, epoch)
                 records, batch = run.records(epoch), trained_batch(model, config)
                 rollout = sample_trees(model, plan, cond, key, local.ids, config.sample, records, trained_batch=batch)
-            run.check_rollout(rollout, local)
+            run.check_finite(rollout, local)
             with logger.stage("reward"), coordinator.independent():
                 scores = run.score(rollout, local)
             with logger.stage("advantage"):

@@ -94,7 +94,7 @@ class Run:
         )
         return scores
 
-    def check_rollout(self, rollout: Rollout, local: LocalPrompts) -> None:
+    def check_finite(self, rollout: Rollout, local: LocalPrompts) -> None:
         """A rollout whose leaves are not finite ends the run."""
         whole = rollout.leaves.flatten(2).isfinite().all(2)[: local.num_real]
         broken = sum_ranks(float((~whole).sum()), self.accelerator)
