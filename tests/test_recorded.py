@@ -9,7 +9,7 @@ from arborl.config import presets
 
 from recorded.runs import PRESETS, Case, cases, differences, launch, machine, numbers, recorded
 
-EVERY_TIME = {"mixture-full", "tree-full", "branch_mix-lora", "mixture-full-two"}
+EVERY_TIME = {"mixture-full", "tree-full", "branch_mix-lora", "mixture-full-two", "mixture-full-resumed"}
 """Of most kinds one; the others, a hundred, under slow."""
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 EPOCHS = 3
+BROKEN_OFF = 2
+"""Epochs after which a run that goes on later has come to its first end."""
 SMALL = [
     "sample.num_prompts=2",
     "sample.group_size=4",
@@ -114,13 +116,17 @@ def numbers(case: Case, folder: Path, launch: Callable[[list[str], int, Path], N
     """What a run comes to: its metrics, those of the clock aside, and digests of what it saved."""
     settings = [*case.settings(), f"log.dir={folder}", f"run_name={case.name}"]
     if case.resumed:
-        launch([*settings, "train.epochs=2"], case.processes, folder)
+        launch([*settings, f"train.epochs={BROKEN_OFF}"], case.processes, folder)
         launch(["--resume", str(folder / case.name), f"train.epochs={EPOCHS}"], case.processes, folder)
     else:
         launch(settings, case.processes, folder)
     run = folder / case.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+    if case.resumed:  # it keeps the evaluation that it had made at its first end
+        kept = {name: value for name, value in rows[BROKEN_OFF].items() if name.startswith("eval/")}
+        assert kept
+        rows[BROKEN_OFF] = {name: value for name, value in rows[BROKEN_OFF].items() if name not in kept}
     sums = (run / "checkpoints" / f"epoch_{EPOCHS:06d}" / "SHA256SUMS").read_text().splitlines()
     digests = {line.split()[1]: line.split()[0] for line in sums if line.endswith(".safetensors")}
     return {"metrics": rows, "digests": digests}
