@@ -1,6 +1,7 @@
 """Runs in processes of their own: started, killed, launched together, on a disk that is full, and then compared."""
 
 import ctypes
+import fnmatch
 import json
 import multiprocessing
 import os
@@ -67,6 +68,14 @@ def assert_same_run(one: Path, other: Path, ended_at: int | None = None) -> None
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file in a folder, byte for byte."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """The files below a folder with such a name, while others write to it: `rglob` raises where a folder goes as it
+    looks, and runs make and remove folders all the time.
+    """
+    walked = ((Path(at), names) for at, _, names in os.walk(folder))
+    return [at / name for at, names in walked for name in fnmatch.filter(names, pattern)]
 
 
 class Ended(NamedTuple):

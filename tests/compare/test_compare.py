@@ -23,7 +23,7 @@ from arborl.core.errors import InputError
 from arborl.run.checkpoint import latest_valid
 from arborl.tools.files import is_locked, lock
 
-from launching import PATIENCE, Fork
+from launching import PATIENCE, Fork, files_below
 
 TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
 SMALL = ("eval.num_prompts=8", "sample.num_prompts=2", "log.record_every=0")
@@ -269,7 +269,11 @@ class TestCommand:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and len(list(out.rglob("checkpoints/epoch_*"))) < 2:
+
+        def saved() -> int:
+            return sum(path.match("checkpoints/epoch_*/SHA256SUMS") for path in files_below(out, "SHA256SUMS"))
+
+        while time.monotonic() < deadline and saved() < 2:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, words = process.communicate(timeout=120)
@@ -306,9 +310,9 @@ class TestCommand:
             [*ARBORL, *given], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not list(out.rglob("metrics.jsonl")):
+        while time.monotonic() < deadline and not files_below(out, "metrics.jsonl"):
             time.sleep(0.1)
-        running = [log for log in out.rglob("*.log") if is_locked(log)]
+        running = [log for log in files_below(out, "*.log") if is_locked(log)]
         assert running
         assert run(*given) == 2
         assert "is being written by another process" in capsys.readouterr().err
@@ -321,8 +325,8 @@ class TestCommand:
         out = tmp_path / "out"
         given = arguments(out, "--seconds", "40", "--workers", "2")  # should nobody end them, the clock will
         with Fork(*given, cwd=tmp_path) as comparison:
-            comparison.until(lambda: len(list(out.rglob("metrics.jsonl"))) == 2)
-            running = [log for log in out.rglob("*.log") if is_locked(log)]
+            comparison.until(lambda: len(files_below(out, "metrics.jsonl")) == 2)
+            running = [log for log in files_below(out, "*.log") if is_locked(log)]
             assert len(running) == 2
             os.kill(comparison.pid, signal.SIGKILL)
             comparison.ended()

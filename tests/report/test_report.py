@@ -245,7 +245,7 @@ def test_what_is_written_in_prompts_and_rewards_is_text(run: Path, browser: Brow
 
 
 @needs_browser
-def test_a_run_that_goes_on_is_followed(run: Path, browser: Browser, tmp_path: Path):
+def test_a_run_that_goes_on_is_followed(run: Path, browser: Browser, tmp_path: Path, monkeypatch):
     """A server on loopback shows what is there, and what comes later without a reload."""
     (tmp_path / "trees").mkdir()
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
@@ -275,6 +275,13 @@ def test_a_run_that_goes_on_is_followed(run: Path, browser: Browser, tmp_path: P
         assert (first.status_code, same.status_code) == (200, 304)
         elsewhere = requests.get(f"http://127.0.0.1:{port}/", headers={"Host": "example.org"}, timeout=10)
         assert elsewhere.status_code == 400
+        # A tree goes between the moment it is listed and the moment it is looked at.
+        listed = [*tmp_path.glob("*"), tmp_path / "trees" / "epoch_000009.json"]
+        monkeypatch.setattr(Path, "glob", lambda *_: listed)
+        monkeypatch.setattr(Path, "is_file", lambda _: True)
+        gone = requests.get(f"http://127.0.0.1:{port}/data.json", timeout=10)
+        assert gone.status_code == 503
+        assert "epoch_000009.json" in gone.text
     finally:
         server.should_exit = True
         thread.join()

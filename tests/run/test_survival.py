@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,7 +59,9 @@ def uninterrupted(arguments: list[str], folder: Path) -> Path:
 
 
 def half_written(run: Path) -> bool:
-    return any((run / "checkpoints").glob(".arborl-*/epoch_*"))
+    with suppress(FileNotFoundError):  # it is written: the folder that it was written in went as it was looked into
+        return any((run / "checkpoints").glob(".arborl-*/epoch_*"))
+    return False
 
 
 def kill(command: Started, run: Path, moment: str, amount: float) -> None:

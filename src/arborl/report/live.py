@@ -34,12 +34,12 @@ def app(folder: Path) -> Starlette:
             return PlainTextResponse(str(error), status_code=503)
 
     def data(request: Request) -> Response:
-        headers = {"ETag": _state(folder), "Cache-Control": "no-store"}
-        if request.headers.get("if-none-match") == headers["ETag"]:
-            return Response(status_code=304, headers=headers)
         try:
+            headers = {"ETag": _state(folder), "Cache-Control": "no-store"}
+            if request.headers.get("if-none-match") == headers["ETag"]:
+                return Response(status_code=304, headers=headers)
             text = json.dumps(read(folder), allow_nan=False)
-        except (InputError, OSError) as error:  # a file may be on its way; the page asks again
+        except (InputError, OSError) as error:  # a file may come or go just now; the page asks again
             return PlainTextResponse(str(error), status_code=503)
         return Response(text, media_type="application/json", headers=headers)
 
