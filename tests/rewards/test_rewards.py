@@ -617,21 +617,22 @@ class TestSeveral:
                 case "data":
                     images.data.mul_(3)
             prompts.sort()
-            columns["number"].clear()
+            columns["place"][0]["left"] = 9
+            columns["place"].clear()
             return torch.arange(float(len(images)))
 
         def watches(images, prompts, columns):
-            assert (prompts, columns) == (list(PROMPTS), {"number": [1, 2, 3]})
+            assert (prompts, columns) == (list(PROMPTS), {"place": [{"left": i} for i in range(3)]})
             return images.flatten(1).mean(1)
 
         functions = {"first": spoils, "then": watches}
         rewards = Rewards(functions, dict.fromkeys(functions, 1.0))
-        given, prompts, columns = pictures(), list(PROMPTS), {"number": [1, 2, 3]}
+        given, prompts, columns = pictures(), list(PROMPTS), {"place": [{"left": i} for i in range(3)]}
         before = given.clone()
         scores, failures = rewards(given, prompts, columns)
         assert not failures
         assert given.equal(before)
-        assert (prompts, columns) == (list(PROMPTS), {"number": [1, 2, 3]})
+        assert (prompts, columns) == (list(PROMPTS), {"place": [{"left": i} for i in range(3)]})
         assert scores["then"].equal(before.flatten(1).mean(1))
 
     def test_a_picture_that_is_none_gets_no_score(self, here):

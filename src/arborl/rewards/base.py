@@ -5,6 +5,7 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,8 +115,7 @@ class Rewards:
         broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
         for name, function in self.functions.items():
             try:
-                own = {field: list(values) for field, values in columns.items()}
-                answer = function(images.clone(), list(prompts), own)
+                answer = function(images.clone(), list(prompts), deepcopy(dict(columns)))
             except InputError:
                 raise
             except (Exception, SystemExit) as error:  # sys.exit would end the run as if all were well
