@@ -22,6 +22,7 @@ from .core.errors import InputError
 from .core.noise import fold, normal
 from .core.tree import Plan
 from .data.prompts import LocalPrompts, Prompts, PromptSplit, local_prompts, split_prompts
+from .distributed.coordination import OtherRankFailed
 from .distributed.fsdp import local
 from .distributed.gather import max_rank, unequal_weights
 from .engine import checks
@@ -282,7 +283,10 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
             short.sample.num_prompts = min(split_prompts(config.sample, processes).per_process, 8)
             run = prepare(short, quiet=True)
             run.saver.enabled = False
-            run_epochs(run)
+            try:
+                run_epochs(run)
+            except (InputError, OtherRankFailed) as error:
+                return _broken_canary(said, str(error), factor, config.train.learning_rate)
         assert run.evaluations.first
         assert run.evaluations.newest
         change = run.evaluations.newest.values["brightness"] - run.evaluations.first.values["brightness"]
@@ -299,6 +303,13 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
         return Finding("canary", "; ".join(said), True if len(said) == 1 else None, slowly)
     few = steps < MIN_CANARY_STEPS
     return Finding("canary", "; ".join(said), None if few else False, early if few else never)
+
+
+def _broken_canary(said: list[str], problem: str, factor: float, rate: float) -> Finding:
+    """A short run that came to no end. Where it is the larger rate that breaks the model, the configured one may do."""
+    said = [*said, f"at learning rate {rate * factor:.0e}: {problem}"]
+    advice = "a lower train.learning_rate" if factor == 1 else "train longer: ten times your rate is too much"
+    return Finding("canary", "; ".join(said), False if factor == 1 else None, advice)
 
 
 def _canary_config(config: Config, texts: Sequence[str], folder: Path, factor: float, seconds: float) -> Config:

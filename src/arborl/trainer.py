@@ -46,6 +46,7 @@ def run_epochs(run: Run) -> Path:
             with logger.stage("reward"), coordinator.independent():
                 scores = run.score(rollout, local)
             with logger.stage("advantage"):
+                run.check_decoded(scores, local)
                 run.guards.check_rewards(scores, local, epoch)
                 run.guards.check_rollout(rollout, scores, local)
                 advantage = run.advantage(plan, scores, rollout)

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from .fsdp import local, replicas_and_shards
 
@@ -50,9 +51,12 @@ def by_replica(everyone: Shaped[Tensor, "ranks n"], tensors: Sequence[Tensor]) -
 
 def nonfinite_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:
     """Names of weights that are not finite on any rank."""
-    held = [local(values.detach()).flatten() for values in weights.values()]
-    whole = torch.stack([part.isfinite().all() for part in held]).cpu()
-    return gather_strings([name for name, fine in zip(weights, whole.tolist(), strict=True) if not fine], accelerator)
+    held = {name: local(values.detach()) for name, values in weights.items()}
+    # The largest of them all in few kernels; which of them it is only matters where it is none.
+    largest = get_total_norm([part for part in held.values() if part.numel()], torch.inf)
+    if not any_rank(not bool(largest.isfinite()), accelerator):
+        return []
+    return gather_strings([name for name, part in held.items() if not bool(part.isfinite().all())], accelerator)
 
 
 def unequal_weights(weights: Mapping[str, Tensor], accelerator: Accelerator) -> list[str]:

@@ -35,6 +35,7 @@ class Evaluation:
     scores: list[float]  # of those pictures, by the first reward
     values: dict[str, Float[Tensor, " prompts"]]  # what the means are of, NaN where there is no score
     nonfinite: int = 0  # pictures that the model did not answer for
+    undecoded: int = 0  # and those that it did, but its decoder did not
     between: int = 0  # prompts of evaluations between the first and the last, where these have fewer
 
     def shown(self) -> list[dict[str, Any]]:
@@ -94,7 +95,8 @@ def evaluate(
         leaves = generate(model, chosen, ids, config)
     size = settled(config.sample.decode_batch_size)
     with coordinator.independent() if coordinator else nullcontext():
-        scores, like, _, pictures = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
+        scored = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
+    scores, like, pictures = scored.scores, scored.statistics, scored.pictures
     every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}
     shown, first = min(len(pictures), total), next(iter(rewards.functions))
@@ -106,6 +108,7 @@ def evaluate(
         [f"rewards.{name} failed ({why})" for name, (_, why) in scores.failures.items()], accelerator
     )
     broken = ~leaves.flatten(1).isfinite().all(1).cpu() & (ids < total)
+    undecoded = scored.nonfinite[:, 0] & ~broken & (ids < total)
     mean, stderr, failed = summarised(parts, rewards.functions)
     return Evaluation(
         mean=mean,
@@ -118,5 +121,6 @@ def evaluate(
         scores=own[first][:shown].tolist(),
         values=parts,
         nonfinite=int(sum_ranks(float(broken.sum()), accelerator)),
+        undecoded=int(sum_ranks(float(undecoded.sum()), accelerator)),
         between=fewer if fewer < config.eval.num_prompts else 0,
     )

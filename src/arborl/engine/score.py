@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn import functional
 
@@ -76,6 +76,7 @@ class Scored(NamedTuple):
     statistics: dict[str, Float[Tensor, "prompts leaves"]]  # none where they were not asked for
     thumbnails: Float[Tensor, "prompts leaves 3 16 16"]
     pictures: Tensor  # uint8, n×3×H×W
+    nonfinite: Bool[Tensor, "prompts leaves"]  # leaves that the decoder made no picture of
 
 
 @torch.no_grad()
@@ -97,6 +98,7 @@ def decode_and_score(
     answers: list[dict[str, Tensor]] = []
     like: list[dict[str, Tensor]] = []
     small: list[Tensor] = []
+    broken: list[Tensor] = []
     failures: dict[str, Failures] = {}
     pictures = [torch.empty(0, dtype=torch.uint8)]
     pending: Future[Answers] | None = None
@@ -121,6 +123,7 @@ def decode_and_score(
             shown = middle_frames(images)
             like.append({name: values.cpu() for name, values in statistics(shown).items()} if measured else {})
             small.append(thumbnails(shown))
+            broken.append(~images.flatten(1).isfinite().all(1).cpu())
             if index[0] < keep_pictures:
                 pictures.append(as_bytes(shown)[: keep_pictures - index[0]])
         if pending:
@@ -131,6 +134,7 @@ def decode_and_score(
         {name: torch.cat([some[name] for some in like]).view(-1, count) for name in like[0]},
         torch.cat(small).unflatten(0, (-1, count)),
         torch.cat(pictures[1:] or pictures),
+        torch.cat(broken).view(-1, count),
     )
 
 
@@ -141,18 +145,21 @@ def score_leaves(
     local: LocalPrompts,
     batch_size: int,
     stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
-) -> tuple[Scores, Float[Tensor, " prompts"]]:
-    """The scores of a process's leaves, and the diversity among each prompt's; none in places that only fill up."""
+) -> tuple[Scores, Float[Tensor, " prompts"], int]:
+    """The scores of a process's leaves, and the diversity among each prompt's, none in places that only fill up; and the
+    number of those that the decoder made no picture of.
+    """
     real = local.num_real
     empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)
     apart = torch.full((len(leaves),), torch.nan)
     if not real:
-        return Scores({}, empty.double()), apart
+        return Scores({}, empty.double()), apart, 0
     prompts = local.prompts.take(range(real))
-    found, _, small, _ = decode_and_score(model, rewards, leaves[:real], prompts, batch_size, stage=stage)
-    apart[:real] = diversity(small)
+    scored = decode_and_score(model, rewards, leaves[:real], prompts, batch_size, stage=stage)
+    apart[:real], found = diversity(scored.thumbnails), scored.scores
     parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
-    return Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.failures), apart
+    scores = Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.failures)
+    return scores, apart, int(scored.nonfinite.sum())
 
 
 def _joined(answers: list[dict[str, Tensor]]) -> dict[str, Float[Tensor, " n"]]:

@@ -1,8 +1,6 @@
 """Data of a run's page, read from its folder as plain lists and numbers: all of it is JSON."""
 
 import math
-import struct
-import zlib
 from collections.abc import Container, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -17,9 +15,19 @@ from ..config import knobs, load_config, read_config
 from ..config.schema import Config
 from ..core.errors import InputError, first_line, shortened
 from ..rewards.base import reward_weights
-from ..run.drawings import leaf_order
+from ..run.drawings import BROKEN_SHEET, leaf_order
 from ..run.environment import evaluated_on, starts_of
-from ..run.folder import STAGES, check_is_run, evaluation_in, flat, read_metrics, read_summary, seconds_by_stage
+from ..run.folder import (
+    STAGES,
+    check_is_run,
+    evaluation_in,
+    flat,
+    read_evaluations,
+    read_metrics,
+    read_summary,
+    seconds_by_stage,
+    without_evaluation,
+)
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
 from ..run.reward_hacking import LIMITS, hacking, of, statistic
 from ..run.trees import TreeFile
@@ -28,21 +36,6 @@ from .pictures import as_webp, evenly, evenly_within
 
 MAX_TREE_BYTES, MAX_SHEET_BYTES, MAX_EPOCHS = 4_000_000, 3_000_000, 48
 """Bytes that a page's trees and its sheets may take, and epochs each; where there are more, some are left out."""
-BROKEN_SHEET = (
-    *(
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        SyntaxError,
-        struct.error,
-    ),
-    *(zlib.error, Image.DecompressionBombError),
-)
-"""What Python and Pillow raise over an index and a PNG that are not what was written."""
 MAX_ROWS, MAX_EVALUATIONS = 1500, 60
 """Lines of metrics that are drawn besides those with an evaluation; and evaluations that are looked at for hacking."""
 
@@ -51,6 +44,8 @@ def run_data(folder: Path) -> dict[str, Any]:
     """Everything a run's page shows. A run that is still going on is shown as far as it has come."""
     check_is_run(folder)
     config, rows = read_config(folder / CONFIG), read_metrics(folder)
+    others = _not_comparable(folder)
+    rows = [without_evaluation(row) if row["epoch"] in others else row for row in rows]
     weights = reward_weights(config.rewards, config.eval.rewards)
     # One that is being written has no JSON yet, and waits for the next look.
     trees = epoch_files(folder / TREES, ".json")
@@ -66,6 +61,7 @@ def run_data(folder: Path) -> dict[str, Any]:
         "summary": read_summary(folder),
         "evaluated_on": evaluated_on(folder, config),
         "evaluated": config.eval.num_prompts,
+        "evaluated_otherwise": len(others),
         "between": config.eval.num_between,
         "environment": starts_of(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
@@ -79,6 +75,13 @@ def run_data(folder: Path) -> dict[str, Any]:
         "sheets_recorded": len(sheets),
         "settings": _settings(config),
     }
+
+
+def _not_comparable(folder: Path) -> set[int]:
+    """Epochs whose evaluation asked something else than the newest: a curve of both would jump without a reason."""
+    asked = {row["epoch"]: row.get("protocol") for row in read_evaluations(folder) if "undone" not in row}
+    newest = next(reversed(asked.values()), None)
+    return {epoch for epoch, protocol in asked.items() if protocol != newest}
 
 
 def _some(rows: list[dict[str, Any]], epochs: Container[int] = ()) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ class Consistency(NamedTuple):
     spread: float  # standard deviation between the pictures
     chance: float  # largest difference between two equal calls
     company: float  # and to the same pictures in another order, or alone
+    least: float  # smallest difference of a picture's between two equal calls
 
     @property
     def peak(self) -> float:
@@ -32,7 +33,7 @@ class Consistency(NamedTuple):
     @property
     def noise(self) -> str:
         """What it does by chance, or by what else is in the call, if that shows; empty otherwise."""
-        if self._by_chance:
+        if self.by_chance:
             how = f"score up to {self._apart:.2g} differently each time"
         elif self.company > self._allowed:
             how = f"in another order, or alone, score up to {self.company:.2g} differently"
@@ -47,11 +48,16 @@ class Consistency(NamedTuple):
 
     @property
     def cure(self) -> str:
-        return STEADY if self._by_chance else ALONE
+        return STEADY if self.by_chance else ALONE
 
     @property
-    def _by_chance(self) -> bool:
+    def by_chance(self) -> bool:
         return self.chance > max(NOTICEABLE * self.spread, REPEATED * self.peak)
+
+    @property
+    def never_twice(self) -> bool:
+        """Whether no picture got its score again."""
+        return self.least > REPEATED * self.peak
 
     @property
     def _apart(self) -> float:
@@ -72,18 +78,33 @@ STEADY = "one score for a picture and its prompt: its network in eval mode, and 
 
 
 def examine(ask: Callable[[list[int]], Float[Tensor, " n"]], count: int) -> Consistency:
-    """Ask for the scores of `count` pictures that differ: twice, the other way round, and for three of them alone."""
+    """Ask for the scores of `count` pictures that differ: twice, the other way round, and for three of them alone. What
+    looks like company is asked for again: chance need not show in the first two calls.
+    """
     everyone, some = list(range(count)), sorted({0, count // 2, count - 1})
-    scores, again, turned = ask(everyone), ask(everyone), ask(everyone[::-1]).flip(0)
-    alone = torch.cat([ask([i]) for i in some])
+
+    def in_company() -> tuple[Tensor, Tensor]:
+        return ask(everyone[::-1]).flip(0), torch.cat([ask([i]) for i in some])
+
+    scores, again = ask(everyone), ask(everyone)
+    turned, alone = in_company()
     known = scores[~scores.isnan()]
     spread = float(known.std(correction=0)) if len(known) else 0.0
-    return Consistency(scores, spread, _far(scores, again), max(_far(scores, turned), _far(scores[some], alone)))
+    company, least = max(_far(scores, turned), _far(scores[some], alone)), float(_apart(scores, again).min())
+    found = Consistency(scores, spread, _far(scores, again), company, least)
+    if not found.noise or found.by_chance:
+        return found
+    turned_again, alone_again = in_company()
+    return found._replace(chance=max(found.chance, _far(turned, turned_again), _far(alone, alone_again)))
+
+
+def _apart(one: Tensor, two: Tensor) -> Tensor:
+    """The differences; none where one of both has no score."""
+    return (one - two).abs().nan_to_num(0)
 
 
 def _far(one: Tensor, two: Tensor) -> float:
-    """The largest difference where both have a score."""
-    return float((one - two).abs().nan_to_num(0).max())
+    return float(_apart(one, two).max())
 
 
 EXPOSURES = 1.0, 0.75, 0.5

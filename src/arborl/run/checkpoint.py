@@ -44,19 +44,22 @@ OLD = "old_"
 """The beginning of a replaced checkpoint's name until it is gone."""
 
 
-def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> None:
-    """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched."""
-    if state.epoch == state.saved:
-        return
-    _write(state, folder / epoch_name(state.epoch), True, writes, keep=keep)
-    state.saved = state.epoch
-
-
-def save_best(state: State, folder: Path, evaluation: Mapping[str, Any], writes: bool = True) -> None:
-    """The weights alone, apart from the others and in the place of those that were the best before; with their
-    evaluation, which a run that goes on from an earlier epoch has no row of.
+def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) -> Path | None:
+    """Write aside, rename into place, then drop all but the newest `keep`. What is there already is not touched: one
+    of this name with other files in it is put aside, and its new place returned.
     """
-    _write(state, folder / BEST, False, writes, {"evaluation": dict(evaluation)})
+    if state.epoch == state.saved:
+        return None
+    aside = _write(state, folder / epoch_name(state.epoch), True, writes, keep=keep)
+    state.saved = state.epoch
+    return aside
+
+
+def save_best(state: State, folder: Path, evaluation: Mapping[str, Any], by: str, writes: bool = True) -> Path | None:
+    """The weights alone, apart from the others and in the place of those that were the best before; with their
+    evaluation, which a run that goes on from an earlier epoch has no row of, and the reward they were chosen by.
+    """
+    return _write(state, folder / BEST, False, writes, {"evaluation": dict(evaluation), "by": by})
 
 
 def _write(
@@ -66,12 +69,12 @@ def _write(
     writes: bool,
     more: Mapping[str, Any] | None = None,
     keep: int | None = None,
-) -> None:
+) -> Path | None:
     state.ema.restore()
     tensors = _contents(state, with_optimizer)
     if not writes:
         _take_part(state, tensors)
-        return
+        return None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with scratch(target.parent) as outer:
@@ -83,11 +86,12 @@ def _write(
             head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list, **(more or {})}
             (aside / HEADER).write_text(json.dumps(head))
             _seal(aside)
-            _put(aside, target, outer)
+            put_aside = _put(aside, target, outer)
             # Old ones leave with this scratch folder: a disk that is full by now has no room for another.
             own = [path for path in checkpoints(target.parent) if _is_removable(path)]
             for old in own[:-keep] if keep else []:
                 old.rename(outer / f"old_{old.name}")
+            return put_aside
     except Exception as error:
         _take_part(state, tensors)
         if isinstance(error, OSError | SafetensorError):
@@ -117,9 +121,11 @@ def _contents(state: State, with_optimizer: bool) -> Iterator[tuple[str, str, Te
 def load_checkpoint(state: State, path: Path) -> None:
     """Take over a checkpoint that was found sound."""
     head = read_header(path)
-    load_weights(state.parameters, read_weights(path / "weights.safetensors"))
+    average = weights = _fitting(state.parameters, read_weights(path / "weights.safetensors"))
+    copy_into(state.parameters, weights)
     # An average that is switched on later begins with the weights it finds.
-    average = _fitting(state.parameters, read_weights(weights_file(path)))
+    if (file := weights_file(path)).name != "weights.safetensors":
+        average = _fitting(state.parameters, read_weights(file))
     state.ema.average = {n: to_sharding_of(p.detach(), average[n].to(p.dtype)) for n, p in state.parameters.items()}
     slots = {file.name.split(".")[1]: _tensors(file) for file in path.glob("optimizer.*.safetensors")}
     _check_optimizer(state.parameters, slots, path)
@@ -146,18 +152,22 @@ def evaluation_of_best(run: Path) -> Mapping[str, Any] | None:
     if not kept.is_dir():
         return None
     head = read_header(kept)
-    of_epoch = (row for row in reversed(read_evaluations(run)) if row["epoch"] == head["epoch"])
-    return head.get("evaluation") or next(of_epoch, None)
+    if head.get("evaluation"):
+        return head["evaluation"]
+    return next((row for row in reversed(read_evaluations(run)) if row["epoch"] == head["epoch"]), None)
 
 
-def set_aside_best(run: Path, comparable: Callable[[Mapping[str, Any]], bool]) -> Path | None:
-    """Before others take the place of a run's best weights: those that were chosen by another measure stay, by the
-    epoch they are of.
+def set_aside_best(run: Path, comparable: Callable[[Mapping[str, Any]], bool], by: str) -> Path | None:
+    """Before others take the place of a run's best weights: those that were chosen by another measure, or by another
+    reward than `by`, stay, by the epoch they are of.
     """
     kept, evaluation = run / CHECKPOINTS / BEST, evaluation_of_best(run)
-    if not kept.is_dir() or (evaluation and comparable(evaluation)):
+    if not kept.is_dir():
         return None
-    name = f"{BEST}_{epoch_name(read_header(kept)['epoch'])}"
+    head = read_header(kept)
+    if evaluation and comparable(evaluation) and head.get("by", by) == by:
+        return None
+    name = f"{BEST}_{epoch_name(head['epoch'])}"
     free = (kept.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
     return kept.rename(next(path for path in free if kind_of(path) is None))
 
@@ -191,12 +201,12 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
     return None, damaged
 
 
-def quarantine(path: Path) -> Path:
-    """Put a damaged checkpoint where nobody takes it for one, and where an earlier one of its epoch was put."""
+def quarantine(path: Path, why: str = "damaged") -> Path:
+    """Put a checkpoint where nobody takes it for one, as `<why>_<name>`, and in the place of an earlier one there."""
     if _is_foreign(path):
         problem = f"{path.name} is there already, and no checkpoint"
         raise InputError("run", path.parent, problem, "the run without it")
-    name = f"damaged_{path.name}"
+    name = f"{why}_{path.name}"
     with scratch(path.parent) as outer:
         if _is_removable(path.with_name(name)):
             path.with_name(name).rename(outer / name)
@@ -303,7 +313,8 @@ def read_header(path: Path) -> dict[str, Any]:
     counted = [*COUNTERS.values(), "ema_steps"]
     wrong = [name for name in counted if type(head.get(name)) is not int or head[name] < 0]
     wrong += ["prompt_list"] if not isinstance(head.get("prompt_list"), str) else []
-    evaluation = head.get("evaluation")
+    evaluation, by = head.get("evaluation"), head.get("by", "")
+    wrong += ["by"] if not isinstance(by, str) else []
     if evaluation is not None and not (isinstance(evaluation, dict) and is_row(evaluation)):
         wrong += ["evaluation"]
     if (epoch := epoch_of(path.name)) is not None and head.get("epoch") != epoch:
@@ -332,20 +343,23 @@ def _seal(folder: Path) -> None:
         fsync(path)
 
 
-def _put(aside: Path, target: Path, outer: Path) -> None:
-    """A finished folder in the place of the checkpoint that was there before, which leaves with the scratch folder."""
-    old = outer / f"{OLD}{target.name}"
-    if _is_removable(target):
-        target.rename(old)
-    elif kind_of(target):
-        quarantine(target)  # with what is not ours in it; an error where none of it is
+def _put(aside: Path, target: Path, outer: Path) -> Path | None:
+    """A finished folder in the place of the checkpoint that was there before, which leaves with the scratch folder; or
+    is put aside, if there is something in it that is not ours, to the place that is returned.
+    """
+    old, put_aside = outer / f"{OLD}{target.name}", None
     try:
+        if _is_removable(target):
+            target.rename(old)
+        elif kind_of(target):
+            put_aside = quarantine(target, "kept")  # an error where none of it is ours
         aside.rename(target)
     except BaseException:  # an interrupt too: what was there is not to go with the scratch folder
         if old.exists():
             old.rename(target)
         raise
     fsync(target.parent)
+    return put_aside
 
 
 def _is_removable(path: Path) -> bool:

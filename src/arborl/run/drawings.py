@@ -1,15 +1,24 @@
 """Drawings of trees, as text and as pictures, and sheets of samples."""
 
 import math
+import struct
 import textwrap
+import zlib
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngImageFile
 from torch import Tensor
 
 from ..core.tree import Plan
 from ..tools.files import atomic
 from .trees import TreeFile
+
+BROKEN_SHEET = (
+    *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
+"""What Python and Pillow raise over a sheet's index and PNG that are not what was written."""
 
 
 def leaf_order(plan: Plan) -> list[float]:
@@ -198,6 +207,12 @@ def sheet(pictures: Tensor, captions: list[str], path: Path, columns: int = 8) -
     with atomic(path) as aside:
         canvas.save(aside)
     return boxes
+
+
+def check_png(path: Path) -> None:
+    """Raise one of `BROKEN_SHEET` unless a picture is there to its last row."""
+    with PngImageFile(path) as opened:  # Image.open refuses what is as large as a tree of a thousand leaves
+        opened.load()
 
 
 def interleave(sheets: list[Path], names: list[str], path: Path, cell: int = CELL) -> None:

@@ -5,42 +5,61 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from ..config.schema import Config, RewardConfig
+from ..config.schema import Config
+from ..core.errors import first_line
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import any_rank
 from ..engine.evaluate import Evaluation
-from ..engine.state import State
-from ..models import Model
 from ..rewards import Rewards
 from ..tools.files import write_atomically
+from ..tools.finite_json import finite_json
 from .checkpoint import evaluation_of_best, set_aside_best
-from .drawings import sheet
-from .folder import finite, flat, read_evaluations
+from .drawings import BROKEN_SHEET, check_png, sheet
+from .folder import finite, flat, read_evaluations, with_absolute_paths, without_evaluation
 from .logger import Logger
 from .paths import SAMPLES, epoch_name
 from .reward_hacking import best, hacking, of
 
+SaveBest = Callable[[Mapping[str, Any], str], None]
+"""Keeps the weights, as the best by an evaluation and a reward."""
 ASKED = (
     *("seed", "eval.num_prompts", "eval.num_between", "eval.num_steps"),
     *("sample.num_steps", "sample.sigmas", "sample.shift", "sample.guidance_scale", "sample.negative_prompt"),
     *("sample.resolution", "sample.width", "sample.num_frames"),
 )
-"""Settings that decide what an evaluation asks; with the rewards' own `fn`, `dtype` and `fps`."""
+"""Settings that decide what an evaluation asks; with what the rewards compute."""
 
 
 def protocol_of(config: Config, prompts: Prompts) -> str:
-    """What evaluations ask, in a word: where it is the same, their scores can be compared."""
+    """What evaluations ask, in a word: where it is the same, their scores can be compared.
+
+    Of files the names count, and of servers nothing: both move from one machine to the next.
+    """
     asked = {name: value for name, value in flat(config).items() if name in ASKED}
-    # A run's own settings have those that are only watched among its rewards, those it was started with may not.
-    rewards = {name: RewardConfig() for name in config.eval.rewards} | config.rewards
-    asked |= {f"{name}.{part}": getattr(r, part) for name, r in rewards.items() for part in ("fn", "dtype", "fps")}
+    for name, reward in with_absolute_paths(config).rewards.items():  # those that are only watched are among them
+        asked |= {f"{name}.{part}": getattr(reward, part) for part in ("fn", "dtype", "fps")}
+        asked |= {f"{name}.{part}": Path(getattr(reward, part)).name for part in ("path", "backbone")}
     asked |= {"prompts": prompts.digest}
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def protocol_before(before: Config, config: Config, prompts: Prompts) -> str:
+    """What the evaluations of a run asked by its settings `before`, where it did not write that down, as version 0.1.0;
+    nothing that could be compared if its prompts were others.
+    """
+    then, now = with_absolute_paths(before), with_absolute_paths(config)
+    same = (then.prompts.path, then.prompts.held_out, then.eval.prompts) == (
+        now.prompts.path,
+        now.prompts.held_out,
+        now.eval.prompts,
+    )
+    return protocol_of(before, prompts) if same else ""
 
 
 @dataclass
@@ -49,10 +68,8 @@ class Evaluations:
 
     config: Config
     accelerator: Accelerator
-    model: Model
     rewards: Rewards
     prompts: Prompts
-    state: State
     logger: Logger
     coordinator: Coordinator
     newest: Evaluation | None = None
@@ -62,7 +79,7 @@ class Evaluations:
     def __post_init__(self) -> None:
         self.protocol = protocol_of(self.config, self.prompts)
 
-    def conclude(self, epoch: int, found: Evaluation, save_best: Callable[[Mapping[str, Any]], None]) -> None:
+    def conclude(self, epoch: int, found: Evaluation, save_best: SaveBest) -> None:
         """Keep an evaluation, keep the weights if they are the best so far, and look for reward hacking."""
         self.newest, self.first = found, self.first or found
         row = {"epoch": epoch, "protocol": self.protocol, **finite(found.metrics())}
@@ -87,29 +104,33 @@ class Evaluations:
             self.logger.warn_once(f"{problem}, in an evaluation")
         self.look_at(row, save_best)
 
-    def look_at(self, row: Mapping[str, Any], save_best: Callable[[Mapping[str, Any]], None]) -> None:
+    def look_at(self, row: Mapping[str, Any], save_best: SaveBest) -> None:
         """What follows from an evaluation of the weights as they are, made now or before the run was cut off."""
         is_best = False
         with self.coordinator.independent():
             if self.accelerator.is_main_process:
                 is_best = self._beats_the_kept(row)
-                if is_best and (aside := set_aside_best(self.logger.folder, self.comparable)):
-                    self.logger.say(f"checkpoints/best was chosen by other evaluations; it is kept as {aside.name}")
+                if is_best and (aside := set_aside_best(self.logger.folder, self.comparable, self.best_by)):
+                    self.logger.say(f"checkpoints/best was chosen by another measure; it is kept as {aside.name}")
         if any_rank(is_best, self.accelerator):
-            save_best(row)
+            save_best(row, self.best_by)
         self._watch(row)
 
     def show_again(self, epoch: int) -> None:
         """The pictures of an evaluation that a run goes on from: TensorBoard dropped what it had from there on."""
         path = self.logger.folder / SAMPLES / f"{epoch_name(epoch)}.png"
         index = path.with_suffix(".json")
-        if not (self.accelerator.is_main_process and path.is_file() and index.is_file()):
-            return
-        try:
-            captions = self._captions(json.loads(index.read_bytes())["pictures"])
+        with self.coordinator.independent():
+            if not (self.accelerator.is_main_process and path.is_file() and index.is_file()):
+                return
+            try:
+                captions = self._captions(finite_json(index.read_bytes())["pictures"])
+                check_png(path)
+            except BROKEN_SHEET as error:
+                problem = f"{path} is damaged ({first_line(error)})"
+                self.logger.warn_once(f"TensorBoard lacks the pictures after {epoch} epochs: {problem}")
+                return
             self.logger.log_pictures(SAMPLES, epoch, path, captions, only="tensorboard")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self.logger.warn_once(f"TensorBoard lacks the pictures after {epoch} epochs: {path} is damaged ({error})")
 
     def _captions(self, shown: Sequence[Mapping[str, Any]]) -> list[str]:
         """What stands under pictures: the first reward's score, and the prompt."""
@@ -124,12 +145,18 @@ class Evaluations:
         with self.coordinator.independent():
             if self.accelerator.is_main_process and self.config.eval.watch != "off":
                 aims = {name: aim for name, aim in self.rewards.directions.items() if self.rewards.weights[name]}
-                signs = hacking([*self.logger.read_metrics(), row], aims, self.rewards.watched)
+                signs = hacking(self._history(row), aims, self.rewards.watched)
         if signs:
             shown = f"{signs[0]}, but {', '.join(signs[1:])}"
             self.logger.warn_once(f"after {row['epoch']} epochs this looks like reward hacking: {shown}")
         if self.config.eval.watch == "stop":
             self.hacked = any_rank(bool(signs), self.accelerator)
+
+    def _history(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The metrics of the epochs so far, with those evaluations alone that asked what this one did."""
+        earlier = [one for one in self.made() if one["epoch"] < row["epoch"]]
+        metrics = map(without_evaluation, self.logger.read_metrics())
+        return [*sorted([*earlier, *metrics], key=lambda one: one["epoch"]), row]
 
     @property
     def best_by(self) -> str:
@@ -141,9 +168,13 @@ class Evaluations:
         """The best evaluation there was: of the run's epochs, or of the weights that are kept as the best, whose epoch
         may have been undone. Those by other prompts, pictures or rewards are no match for it.
         """
-        rows = [row for row in read_evaluations(self.logger.folder) if "undone" not in row and self.comparable(row)]
-        kept = self._kept()
-        return best([*([kept] if kept else []), *rows], self.best_by, self.rewards.directions[self.best_by])
+        rows = [*filter(None, [self._kept()]), *self.made()]
+        return best(rows, self.best_by, self.rewards.directions[self.best_by])
+
+    def made(self) -> list[dict[str, Any]]:
+        """The evaluations of the run's epochs, as far as they can be compared with those of now."""
+        rows = read_evaluations(self.logger.folder)
+        return [row for row in rows if "undone" not in row and self.comparable(row)]
 
     def _beats_the_kept(self, row: Mapping[str, Any]) -> bool:
         """Whether the weights of an evaluation are to be kept: they are better than those that are, and than the
@@ -156,7 +187,7 @@ class Evaluations:
 
     def comparable(self, row: Mapping[str, Any]) -> bool:
         """Whether an evaluation asked what evaluations ask now."""
-        return row.get("protocol", self.protocol) == self.protocol and of(row, self.best_by) is not None
+        return row.get("protocol") == self.protocol and of(row, self.best_by) is not None
 
     def _kept(self) -> Mapping[str, Any] | None:
         kept = evaluation_of_best(self.logger.folder)

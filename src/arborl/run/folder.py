@@ -35,9 +35,12 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     return [found for row in read_metrics(folder) if (found := evaluation_in(row))]
 
 
-def keep_evaluations(folder: Path, epoch: int) -> dict[str, Any]:
-    """Mark the evaluations of epochs after this one as undone; returns the one of this epoch's weights, if there is."""
-    rows = [row | ({"undone": True} if row["epoch"] > epoch else {}) for row in read_evaluations(folder)]
+def keep_evaluations(folder: Path, epoch: int, unmarked: str) -> dict[str, Any]:
+    """Mark the evaluations of epochs after this one as undone, and those of version 0.1.0 with their protocol
+    (`unmarked`); returns the one of this epoch's weights, if there is.
+    """
+    rows = [{"protocol": unmarked} | row for row in read_evaluations(folder)]
+    rows = [row | ({"undone": True} if row["epoch"] > epoch else {}) for row in rows]
     write_rows(folder / EVALUATIONS, rows)
     return next((row for row in reversed(rows) if row["epoch"] == epoch and "undone" not in row), {})
 
@@ -103,6 +106,11 @@ def evaluation_in(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a row of metrics holds of an evaluation, with its epoch; empty where it holds none."""
     found = {name: value for name, value in row.items() if name.startswith(("eval/", "eval_between/"))}
     return {"epoch": row["epoch"], **found} if found else {}
+
+
+def without_evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics without what it holds of an evaluation."""
+    return {name: value for name, value in row.items() if name == "epoch" or name not in evaluation_in(row)}
 
 
 def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -48,6 +48,7 @@ class Logger:
         epoch: int,
         quiet: bool = False,
         held: IO[bytes] | None = None,  # the lock on a run that goes on
+        unmarked: str = "",  # the protocol of its evaluations that have none
     ) -> None:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
@@ -65,7 +66,7 @@ class Logger:
             with self.writing():
                 self.lock = lock(self.folder / LOCK) if self.main and held is None else held
             if self.main and resume:
-                self._take_over(config, epoch)
+                self._take_over(config, epoch, unmarked)
         self.evaluated = broadcast_object_list([self.evaluated])[0]
         accelerator.project_configuration.logging_dir = str(self.folder)
         self._hook, threading.excepthook = threading.excepthook, self._thread_failed
@@ -163,7 +164,7 @@ class Logger:
         if finding.ok is False:
             self.warn_once(f"{finding.what}: {finding.measured}. {finding.advice[:1].upper()}{finding.advice[1:]}")
 
-    def _take_over(self, config: Config, epoch: int) -> None:
+    def _take_over(self, config: Config, epoch: int, unmarked: str) -> None:
         """Resume in a run's folder: metrics, trees and sheets of epochs that will be repeated are removed. Evaluations
         are kept, all of them; the one of the weights that the run goes on from is this epoch's.
         """
@@ -173,7 +174,7 @@ class Logger:
             repeated = check_own_files(self.folder, epoch)
             for place in (self.folder, self.folder / TREES, self.folder / SAMPLES):
                 remove_abandoned(place)
-            self.evaluated = keep_evaluations(self.folder, epoch)
+            self.evaluated = keep_evaluations(self.folder, epoch, unmarked)
             self.seconds["evaluate"] = sum(row.get("time/evaluate") or 0.0 for row in rows if row["epoch"] == epoch)
             (self.folder / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more
             if is_report(self.folder / REPORT):

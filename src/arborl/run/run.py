@@ -55,11 +55,12 @@ class Run:
     flops: int = 0  # floating-point operations of a forward
     finished: bool = False
     diversity: Tensor = field(default_factory=lambda: torch.zeros(0))  # among each prompt's leaves, this epoch
+    undecoded: int = 0  # of this epoch's leaves on this process
 
     def __post_init__(self) -> None:
-        parts = self.config, self.accelerator, self.model, self.rewards
-        self.guards = Guards(*parts, self.logger, self.coordinator)
-        self.evaluations = Evaluations(*parts, self.eval_prompts, self.state, self.logger, self.coordinator)
+        own = self.config, self.accelerator
+        self.guards = Guards(*own, self.model, self.rewards, self.logger, self.coordinator)
+        self.evaluations = Evaluations(*own, self.rewards, self.eval_prompts, self.logger, self.coordinator)
         self.saver = Saver(self.config, self.accelerator, self.state, self.logger, self.coordinator)
 
     @property
@@ -86,19 +87,35 @@ class Run:
         )
 
     def score(self, rollout: Rollout, local: LocalPrompts) -> Scores:
-        """The scores of this process's leaves; their diversity is kept for `complete_epoch`."""
+        """The scores of this process's leaves; their diversity is kept for `complete_epoch`, and for `check_decoded` how
+        many of them the decoder made no picture of.
+        """
         self.guards.check_decoder(rollout, local)
         size = settled(self.config.sample.decode_batch_size)
-        scores, self.diversity = score_leaves(
+        scores, self.diversity, self.undecoded = score_leaves(
             self.model, self.rewards.trained, rollout.leaves, local, size, self.logger.stage
         )
         return scores
 
     def check_finite(self, rollout: Rollout, local: LocalPrompts) -> None:
         """A rollout whose leaves are not finite ends the run."""
-        whole = rollout.leaves.flatten(2).isfinite().all(2)[: local.num_real]
-        broken = sum_ranks(float((~whole).sum()), self.accelerator)
+        with self.logger.stage("rollout"):
+            fine = rollout.leaves.flatten(2).isfinite().all(2)[: local.num_real]
+            broken = sum_ranks(float((~fine).sum()), self.accelerator)
         self._stop_if_broken(int(broken), f"the rollout of epoch {self.state.epoch}")
+
+    def check_decoded(self, scores: Scores, local: LocalPrompts) -> None:
+        """Leaves that the decoder made no picture of have no score; too many of them end the run."""
+        broken, leaves = sum_ranks(float(self.undecoded), self.accelerator), local.total * scores.total.shape[1]
+        self._stop_if_undecoded(int(broken), leaves, f"epoch {self.state.epoch}")
+
+    def _stop_if_undecoded(self, broken: int, pictures: int, where: str) -> None:
+        if broken > self.config.train.max_failed * pictures:
+            problem = f"its decoder made {broken} of the {pictures} pictures of {where} that are not finite"
+            self._stop_as_broken(problem, self.state.epoch)
+        if broken:
+            why = "an overflow, maybe: model.vae_dtype=float32 shows"
+            self.logger.warn_once(f"the decoder makes pictures that are not finite, and have no score ({why})")
 
     def _stop_if_broken(self, pictures: int, where: str) -> None:
         """A model whose answers are not finite ends the run: nothing that is learnt or scored from here on would mean
@@ -154,9 +171,12 @@ class Run:
     ) -> dict[str, float]:
         """Count the epoch as done; its numbers over all ranks (`docs/metrics.md` says what each means)."""
         state = self.state
-        if broken := nonfinite_weights(state.parameters, self.accelerator):
-            problem = f"the update of epoch {state.epoch} left {len(broken)} weights that are not finite"
-            self._stop_as_broken(problem, state.epoch + 1)
+        with self.logger.stage("update"):
+            broken = nonfinite_weights(state.parameters, self.accelerator)
+        if broken:
+            tensors = f"{len(broken)} of the {len(state.parameters)} trained tensors"
+            problem = f"the update of epoch {state.epoch} left {tensors} with weights that are not finite"
+            self._stop_as_broken(f"{problem}, such as {broken[0]}", state.epoch + 1)
         total, with_kl = local.total, self.config.train.kl > 0
         metrics = score_metrics(scores, self.diversity, self.rewards, total, self.accelerator)
         metrics |= update_metrics(advantage, plan, stats, total, with_kl, self.accelerator)
@@ -186,7 +206,9 @@ class Run:
             found = evaluate(
                 self.model, self.rewards, self.eval_prompts, self.config, self.coordinator, between=between
             )
-        self._stop_if_broken(found.nonfinite, f"the evaluation after {epoch} epochs")
+        where = f"the evaluation after {epoch} epochs"
+        self._stop_if_broken(found.nonfinite, where)
+        self._stop_if_undecoded(found.undecoded, found.prompts, where)
         self.evaluations.conclude(epoch, found, self.saver.save_best)
         return found.metrics()
 

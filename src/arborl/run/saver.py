@@ -13,7 +13,7 @@ from ..core.errors import InputError
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import unequal_weights
 from ..engine.state import State
-from .checkpoint import checkpoints, quarantine, save_best, save_checkpoint
+from .checkpoint import checkpoints, problem_with, quarantine, save_best, save_checkpoint
 from .logger import Logger
 from .paths import CHECKPOINTS, epoch_name, epoch_of
 
@@ -43,23 +43,35 @@ class Saver:
         """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
         if self.enabled:
             folder, main = self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process
-            save_checkpoint(self.state, folder, self.config.log.keep, main)
+            self._say_where(save_checkpoint(self.state, folder, self.config.log.keep, main))
 
-    def save_best(self, evaluation: Mapping[str, Any]) -> None:
+    def save_best(self, evaluation: Mapping[str, Any], by: str) -> None:
         if self.enabled:
+            folder, main = self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process
             with self.saving():
-                save_best(self.state, self.logger.folder / CHECKPOINTS, evaluation, self.accelerator.is_main_process)
+                self._say_where(save_best(self.state, folder, evaluation, by, main))
+
+    def _say_where(self, put_aside: Path | None) -> None:
+        if put_aside:
+            name = put_aside.name.removeprefix("kept_")
+            self.logger.say(f"checkpoint {name} has files that are not the run's; it is kept as {put_aside.name}")
 
     def distrust(self, epoch: int) -> Path | None:
-        """The weights after so many epochs turned out broken: nothing is saved any more, and where they are saved
-        nobody goes on from them. Returns the newest checkpoint from before.
+        """The weights after so many epochs turned out broken: nothing is saved any more. Returns the newest sound
+        checkpoint from before; where there is one nobody goes on from the broken weights, if they were saved.
         """
         self.failed = True
+        if not self.accelerator.is_main_process:  # the first rank says why
+            return None
         folder = self.logger.folder / CHECKPOINTS
-        if self.accelerator.is_main_process and self.began < epoch == self.state.saved:
-            quarantine(folder / epoch_name(epoch))
         before = [path for path in checkpoints(folder) if (epoch_of(path.name) or 0) < epoch]
-        return before[-1] if before else None
+        sound = next((path for path in reversed(before) if problem_with(path) is None), None)
+        if sound and self.began < epoch == self.state.saved:
+            try:
+                quarantine(folder / epoch_name(epoch), "broken")
+            except (OSError, InputError) as error:
+                self.logger.warn_once(f"{epoch_name(epoch)} is broken and could not be put aside ({error})")
+        return sound
 
     @contextmanager
     def saving(self) -> Iterator[None]:

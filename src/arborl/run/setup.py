@@ -46,7 +46,7 @@ from ..rewards import Rewards
 from ..tools.files import lock
 from .checkpoint import latest_valid, load_checkpoint, problem_with, quarantine, read_header, remove_partial
 from .environment import add_start, described, environment, launched_alone, too_slow
-from .evaluations import protocol_of
+from .evaluations import protocol_before, protocol_of
 from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths, writing
 from .inputs import load_inputs, probe
 from .logger import Logger
@@ -94,7 +94,7 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
             check_can_resume(config, resume, int(head["epoch"]))
     parts = assemble(config, accelerator, head)
     with fail_together(accelerator):
-        problems = probe(parts.model, parts.rewards, parts.prompts.training)
+        problems = probe(parts.model, parts.rewards, parts.prompts.training, goes_on=resume is not None)
     messages = [*parts.messages, *parts.tune_and_warm_up()]  # now that rewards have taken what they need
     state = parts.state
     before = read_config(resume / CONFIG) if resume else config
@@ -104,10 +104,11 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
                 raise _other_prompts(before, config)
             load_checkpoint(state, checkpoint)
     changed = changes(with_absolute_paths(before), with_absolute_paths(config))
-    logger = Logger(config, accelerator, resume, state.epoch, quiet, held)
+    unmarked = protocol_before(before, config, parts.prompts.evaluation)
+    logger = Logger(config, accelerator, resume, state.epoch, quiet, held, unmarked)
     protocol = protocol_of(config, parts.prompts.evaluation)
     averaged = bool(before.train.ema_decay) == bool(config.train.ema_decay)
-    if not averaged or logger.evaluated.get("protocol", protocol) != protocol:
+    if not averaged or logger.evaluated.get("protocol") != protocol:
         logger.evaluated = {}  # an evaluation of other weights, or by other settings, says nothing here
     with fail_together(accelerator), logger.writing():
         if resume and accelerator.is_main_process:

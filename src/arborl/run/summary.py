@@ -27,9 +27,11 @@ def write_summary(
     rows = logger.read_metrics()
     reward = f"eval/{next(iter(rewards.functions))}"
     top = evaluations.best()
+    # Where the settings of evaluations were changed since, the first is of something else.
+    first = next((row for row in evaluations.made() if row["epoch"] == 0), {})
     summary = {
-        "eval_before": rows[0].get(reward),
-        "eval_before_stderr": rows[0].get(f"{reward}_stderr"),
+        "eval_before": first.get(reward),
+        "eval_before_stderr": first.get(f"{reward}_stderr"),
         "eval_after": rows[-1][reward],
         "eval_after_stderr": rows[-1][f"{reward}_stderr"],
         "evaluated_on": (prompts := evaluated_on(logger.folder, evaluations.config)),

@@ -3,8 +3,10 @@
 
 function head(host, data) {
   const { metrics, summary } = data, reward = trainedOf(data)[0];
-  const ends = evaluatedPoints(metrics, reward, "eval");
-  const evaluations = ends.length > 1 ? ends : evaluatedPoints(metrics, reward, "eval_between").concat(ends).slice(0, 1);
+  const ends = evaluatedPoints(metrics, reward, "eval"), few = evaluatedPoints(metrics, reward, "eval_between");
+  // Until the last one there is but one of all pictures.
+  const evaluations = ends.length < 2 && few.length > ends.length ? few : ends;
+  const where = `${reward} on ${evaluations === few ? `the first ${data.between} ` : ""}${data.evaluated_on}`;
   const done = data.finished && summary ? summary.epochs : Math.max(0, ...metrics.epoch.map((epoch) => epoch + 1));
   const facts = [
     ["state", data.finished ? "finished" : "not finished"],
@@ -15,12 +17,12 @@ function head(host, data) {
     ["forward+backwards", count(d3.max(metrics.forward_backwards || []) ?? 0)],
     summary ? ["peak memory", `${num(summary.peak_memory / 2 ** 30, 3)} GiB`] : null,
   ].filter(Boolean);
-  const [before, after] = [evaluations[0], evaluations.at(-1)];
+  const [before, after] = [evaluations[0], evaluations.at(-1)], when = (point) => point.x ? `after ${num(point.x)} epochs` : "at the start";
   host.replaceChildren(
     h("h1", {}, data.name),
     evaluations.length > 1
-      ? h("p", { class: "headline" }, `${reward} on ${data.evaluated_on} `, h("b", {}, plusMinus(before.y, before.error)), " → ", h("b", {}, plusMinus(after.y, after.error)), ` after ${num(after.x)} epochs`)
-      : h("p", { class: "headline" }, evaluations.length ? `${reward} on ${data.evaluated_on} ${plusMinus(before.y, before.error)} at the start` : "no evaluation yet"),
+      ? h("p", { class: "headline" }, `${where} `, h("b", {}, plusMinus(before.y, before.error)), before.x ? ` ${when(before)} → ` : " → ", h("b", {}, plusMinus(after.y, after.error)), ` ${when(after)}`)
+      : h("p", { class: "headline" }, evaluations.length ? `${where} ${plusMinus(before.y, before.error)} ${when(before)}` : "no evaluation yet"),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     ...signsOf(data),
   );
@@ -67,7 +69,7 @@ function curvesSection(host, data) {
     const { weight } = data.rewards.find((reward) => reward.name === name);
     shown += rewardChart(grid, data, name, weight === 1 && !several ? name : `${name}, weight ${num(weight)}`, several ? 220 : 280);
   }
-  host.append(h("p", { class: "note" }, "Bands are standard errors: over prompts for training leaves, over pictures for evaluations. These draw the same noise every time, so a run's points move together."));
+  host.append(h("p", { class: "note" }, "Bands are standard errors: over prompts for training leaves, over pictures for evaluations. These draw the same noise every time, so a run's points move together." + (data.evaluated_otherwise ? ` Evaluations by other prompts, pictures, steps or rewards than the newest are not drawn (${num(data.evaluated_otherwise)}; evaluations.jsonl has them).` : "")));
   return shown > 0;
 }
 
