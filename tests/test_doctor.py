@@ -19,7 +19,7 @@ from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
 from arborl.data.prompts import split_prompts
-from arborl.doctor import Subject, examine
+from arborl.doctor import Subject, _broken_canary, examine
 from arborl.engine.autotune import Trial, choose, describe_batches, max_rows, trials
 from arborl.engine.checks import Finding, check_pictures, check_spread, spread_of
 from arborl.models import load_model
@@ -345,3 +345,13 @@ class TestMicroBatches:
         run = train(load_config("mixture", [*QUICK, *chosen, f"log.dir={tmp_path}"]))
         row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
         assert row["steps"] + row["steps_skipped"] == 9
+
+
+def test_a_rate_that_breaks_the_model_is_a_finding():
+    """Of the configured rate it is wrong; of ten times as much it is a remark."""
+    found = findings([*QUICK, "train.learning_rate=1e29"], seconds=2.0)["canary"]
+    assert found.ok is False
+    assert "not finite" in found.measured
+    assert "lower train.learning_rate" in found.advice
+    tenfold = _broken_canary(["2 epochs at learning rate 1e-4: brightness +0 ± 1"], "model: …", 10.0, 1e-4)
+    assert tenfold.ok is None

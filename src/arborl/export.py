@@ -177,7 +177,7 @@ def _write(
     family: type[PipelineModel], config: Config, weights: Weights, folder: Path, dtype: torch.dtype, merge: bool
 ) -> Trained:
     """Load the trainer's model, draw its picture, and write its weights."""
-    accelerator = start_accelerator(config)
+    accelerator = start_accelerator(config, together=False)
     prompt = Prompts([family.heldout_prompts[0]], {})  # a run's own file may have stayed elsewhere
     precompute_embeddings(config, prompt.texts, accelerator)
     model = load_model(config, accelerator.device)

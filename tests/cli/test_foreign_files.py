@@ -251,25 +251,28 @@ def test_a_file_in_a_checkpoint_keeps_it(finished: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link", "checkpoint"])
-def test_what_comes_into_a_checkpoints_place_meanwhile_stays(foreign: Foreign, finished: Path, kind: str, monkeypatch):
+def test_what_comes_into_a_checkpoints_place_meanwhile_stays(
+    foreign: Foreign, finished: Path, kind: str, monkeypatch, capsys
+):
     """A checkpoint with somebody's file in it is put aside, with the file; for anything else the run ends."""
     run, seen = Path("runs/x"), []
     kept = Path(shutil.copytree(finished, run)) / "checkpoints"
     place = kept / "epoch_000003"
 
-    def save(*given: Any) -> None:
+    def save(*given: Any) -> Path | None:
         if not seen and kind == "checkpoint":
             foreign.put(shutil.copytree(kept / "epoch_000002", place) / "notes.txt")
-            foreign.places[-1] = kept / "damaged_epoch_000003" / "notes.txt"
+            foreign.places[-1] = kept / "kept_epoch_000003" / "notes.txt"
         elif not seen:
             foreign.put(place, kind)
         seen.append(foreign.seen())
-        save_checkpoint(*given)
+        return save_checkpoint(*given)
 
     monkeypatch.setattr("arborl.run.saver.save_checkpoint", save)
     assert ended("train", "--resume", run, "train.epochs=3", "log.save_every=1") == (0 if kind == "checkpoint" else 2)
     if kind == "checkpoint":
         assert foreign.places[-1].read_text() == "my own notes.txt"
+        assert "has files that are not the run's; it is kept as kept_epoch_000003" in capsys.readouterr().err
     else:
         assert foreign.seen() == seen[0]
 

@@ -16,6 +16,7 @@ from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
 from arborl.report.data import run_data
 from arborl.run.environment import environment, evaluated_on, launched_alone, starts_of, too_slow
+from arborl.run.resume import load_for_inference
 from arborl.run.summary import SUMMARY
 from arborl.trainer import train
 from arborl.worlds.mixture import PLACES
@@ -62,6 +63,19 @@ def test_a_damaged_file_is_one_line(tmp_path: Path):
         (tmp_path / "environment.json").write_text(content)
         with pytest.raises(InputError, match=r"environment\.json is damaged"):
             starts_of(tmp_path)
+
+
+def test_a_damaged_file_stops_no_run(tmp_path: Path, capsys):
+    run = train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
+    for number, name in enumerate(("damaged_environment.json", "damaged_environment.json-1"), 2):
+        (run / "environment.json").write_text(f"damaged {number}")
+        train(read_config(run / "config.yaml", [f"train.epochs={number}"]), resume=run)
+        assert (
+            f"environment.json is damaged; allowed: the run without that file; it is kept as {name}"
+            in capsys.readouterr().err
+        )
+        assert (run / name).read_text() == f"damaged {number}"
+        assert len(starts_of(run)) == 1
 
 
 def test_a_large_model_on_a_cpu_is_warned_of():
@@ -139,9 +153,13 @@ def test_several_processes_without_a_gpu_work_together(tmp_path: Path):
 def test_processes_that_do_not_know_of_each_other_are_an_error(tmp_path: Path, monkeypatch):
     Accelerator()  # as a notebook may have begun one before
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match="processes=4: were launched, and this one works with 1"):
+    with pytest.raises(InputError, match="processes=4: WORLD_SIZE says so, and this one found 1"):
         train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
     assert not list(tmp_path.iterdir())
+    # Some platforms set it for whoever works there; what one process does alone needs no other.
+    load_for_inference(load_config("mixture", TINY), None, ["a dot"])
+    monkeypatch.setenv("WORLD_SIZE", "")
+    train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
 
 
 def test_a_launcher_that_started_one_of_several_is_warned_of(tmp_path: Path):

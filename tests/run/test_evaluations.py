@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 import arborl.run.run as run_module
 from arborl import trainer
 from arborl.config import load_config, read_config
+from arborl.data.prompts import Prompts
 from arborl.engine.evaluate import Evaluation
+from arborl.report.data import run_data
 from arborl.run.checkpoint import evaluation_of_best, problem_with, read_header, remove_partial
-from arborl.run.folder import read_evaluations, read_metrics
+from arborl.run.evaluations import protocol_of
+from arborl.run.folder import read_evaluations, read_metrics, write_rows
 from arborl.run.logger import Logger
 from arborl.run.resume import resolve_start
 from arborl.run.run import Run
 from arborl.tools.files import scratch
+
+from launching import ranks
 
 TINY = ["sample.num_prompts=1", "eval.num_prompts=2", "log.record_every=0", "log.trackers=[]", "eval.watch=off"]
 MORE = int(os.environ.get("ARBORL_EXAMPLES", "1"))
@@ -247,3 +252,76 @@ def test_fewer_pictures_in_between_are_a_curve_of_their_own(tmp_path: Path):
     for row, other in zip(rows, alone, strict=True):
         for name in ("place", "place_stderr", "place_failed", "pictures/dark"):
             assert row[f"eval_between/{name}"] == other[f"eval/{name}"]
+
+
+def test_weights_chosen_by_another_reward_are_set_aside(tmp_path: Path):
+    two = [*TINY, "eval.rewards=brightness", "eval.every=1", f"log.dir={tmp_path}", "run_name=x"]
+    run = trainer.train(
+        load_config("mixture", [*two, "train.epochs=3", "eval.best=brightness", "train.learning_rate=1e-2"])
+    )
+    header = read_header(run / "checkpoints" / "best")
+    assert header["by"] == "brightness"
+    number = header["evaluation"]["eval/brightness"]
+    other = ["train.epochs=12", "eval.best=place"]
+    trainer.train(read_config(run / "config.yaml", other), resume=run)
+    assert read_header(run / "checkpoints" / "best")["by"] == "place"
+    aside = read_header(run / "checkpoints" / f"best_epoch_{header['epoch']:06d}")
+    assert (aside["by"], aside["evaluation"]["eval/brightness"]) == ("brightness", number)
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        (["train.learning_rate=1e-5", "log.keep=1", "rewards.place.url=http://127.0.0.1:9"], True),
+        (["rewards.place.path=some/v2.pt"], False),
+        (["rewards.place.fn=brightness"], False),
+        (["eval.num_steps=3"], False),
+        (["eval.rewards=jpeg"], False),
+        (["sample.guidance_scale=2"], False),
+    ],
+)
+def test_what_evaluations_ask(changed: list[str], same: bool):
+    prompts = Prompts(["a dot"], {})
+    before, after = (protocol_of(load_config("mixture", words), prompts) for words in ([], changed))
+    assert (before == after) is same
+    assert protocol_of(load_config("mixture", changed), Prompts(["another"], {})) != after
+
+
+def test_evaluations_by_other_settings_are_compared_with_none(tmp_path: Path, capsys):
+    """Neither in the summary, nor on the page, nor as signs of reward hacking."""
+    few = [*TINY, "eval.rewards=brightness", "eval.every=1", "eval.watch=stop", f"log.dir={tmp_path}", "run_name=x"]
+    run = trainer.train(load_config("mixture", [*few, "train.epochs=2"]))
+    # The same evaluations with other numbers: as if other pictures were asked for from here on.
+    for row in (rows := read_evaluations(run)):
+        row |= {"eval/place": -9.0, "eval/brightness": 9.0}
+    write_rows(run / "evaluations.jsonl", rows)
+    write_rows(run / "metrics.jsonl", [row | {"eval/place": -9.0, "eval/brightness": 9.0} for row in read_metrics(run)])
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=4", "eval.num_prompts=6"]), resume=run)
+    said = capsys.readouterr().err
+    assert "reward hacking" not in said
+    assert "eval/place on training prompts: – ± – before" in said
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["epochs"], summary["eval_before"], summary["best"]["epoch"] >= 2) == (4, None, True)
+    data = run_data(run)
+    assert data["evaluated_otherwise"] == 2
+    assert data["metrics"]["eval/place"][:2] == [None, None]
+    assert data["metrics"]["eval/place"][2] > -9
+    assert not data["watch"]["signs"]
+
+
+def test_a_run_of_before_with_other_settings_is_evaluated_anew(tmp_path: Path):
+    """Version 0.1.0 did not write down what its evaluations asked."""
+    run = shutil.copytree(Path(__file__).parents[1] / "golden" / "run_0_1_0", tmp_path / "x")
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=3", "eval.num_prompts=6"]), resume=run)
+    *earlier, again, _ = rows = read_evaluations(run)
+    assert again["epoch"] == earlier[-1]["epoch"]
+    assert again["protocol"] == rows[-1]["protocol"] not in {row["protocol"] for row in earlier}
+
+
+def test_a_broken_sheet_is_a_warning_on_all_processes(tmp_path: Path):
+    story = [*TINY, "log.trackers=tensorboard", "eval.every=1", f"log.dir={tmp_path}", "run_name=x"]
+    run = trainer.train(load_config("mixture", [*story, "train.epochs=2"]))
+    (run / "samples" / "epoch_000002.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    endings = ranks(2, "train", "--resume", str(run), "train.epochs=3", cwd=tmp_path)
+    assert [ended.code for ended in endings] == [0, 0], endings
+    assert "TensorBoard lacks the pictures after 2 epochs" in endings[0].said

@@ -9,6 +9,7 @@ from arborl import trainer
 from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.run.checkpoint import checkpoints, problem_with
+from arborl.run.paths import epoch_name
 from arborl.worlds.mixture import MixtureModel
 
 from launching import forked, last_checkpoint, ranks, rows_of
@@ -64,7 +65,7 @@ def test_weights_are_looked_at_when_an_epoch_is_done(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(trainer, "update", ruins)
     settings = ["train.epochs=3", "log.save_every=1", "eval.num_prompts=4", "log.record_every=0", "log.trackers=[]"]
-    with pytest.raises(InputError, match="the update of epoch 2 left 1 of the . trained tensors with weights that are not"):
+    with pytest.raises(InputError, match=r"the update of epoch 2 left 1 of the \d+ trained tensors with"):
         trainer.train(load_config("mixture", [*settings, f"log.dir={tmp_path}", "run_name=x"]))
     assert rows_of(tmp_path / "x") == 2
     assert last_checkpoint(tmp_path / "x").name == "epoch_000002"
@@ -85,3 +86,52 @@ def test_answers_that_are_not_finite_stop_all_processes(tmp_path: Path, calls: i
     kept = checkpoints(tmp_path / "runs" / "x" / "checkpoints")
     assert all(problem_with(path) is None for path in kept)
     assert not kept or error.endswith(f"the last sound checkpoint is runs/x/checkpoints/{kept[-1].name}")
+
+
+UNDRAWN = """
+import torch
+from arborl.worlds.mixture import MixtureModel
+
+class Undrawn(MixtureModel):
+    "Its decoder overflows for a share of what it is given, from some call on."
+
+    calls = 0
+
+    def decode(self, latents):
+        Undrawn.calls += 1
+        pictures = super().decode(latents)
+        if Undrawn.calls > AFTER:
+            pictures[: round(SHARE * len(pictures))] = torch.nan
+        return pictures
+"""
+
+
+@pytest.mark.parametrize(("after", "share"), [(3, 0.25), (3, 1.0), (5, 1.0), (6, 1.0)])
+def test_pictures_that_are_not_finite_are_the_decoders_doing(tmp_path: Path, after: int, share: float):
+    """Few of them have no score; many end the run, in training as in an evaluation."""
+    (tmp_path / "undrawn.py").write_text(UNDRAWN.replace("AFTER", str(after)).replace("SHARE", str(share)))
+    settings = [*TINY, "sample.num_prompts=2", "train.epochs=2", "log.save_every=1", "model.family=undrawn:Undrawn"]
+    ended = forked("train", *settings, cwd=tmp_path)
+    if share < 1:
+        assert ended.code == 0, ended.said
+        assert "the decoder makes pictures that are not finite, and have no score" in ended.said
+    else:
+        assert ended.code == 2, ended.said
+        assert "error: model: its decoder made" in ended.errors[0]
+        assert "reward" not in ended.errors[0]
+
+
+def test_the_only_checkpoint_is_not_put_away(tmp_path: Path):
+    """Its weights are finite, and without it the run would begin anew; where there is another it stands aside."""
+    (tmp_path / "breaks.py").write_text(MODEL)
+    own = ["log.keep=1", "model.family=breaks:Breaks"]
+    for number, keep in enumerate((1, 2)):
+        words = [*TINY, *own, f"log.keep={keep}", f"run_name=run-{number}"]
+        endings = ranks(1, "train", *words, cwd=tmp_path, environment={"BREAKS_ON": "0", "BREAKS_AFTER": "50"})
+        kept = checkpoints(tmp_path / "runs" / f"run-{number}" / "checkpoints")
+        assert len(kept) == 1, endings
+        assert problem_with(kept[0]) is None
+        last = rows_of(tmp_path / "runs" / f"run-{number}")
+        assert kept[0].name == epoch_name(last - number)
+        assert kept[0].with_name(f"broken_{epoch_name(last)}").is_dir() == bool(number)
+        assert ("the last sound checkpoint" in endings[0].errors[0]) == bool(number)

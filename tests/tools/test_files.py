@@ -1,7 +1,9 @@
 """Files that are there complete or as they were before."""
 
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from arborl.tools.files import (
     MARK,
     MARK_TEXT,
     SCRATCH,
+    abandoned,
     append,
     atomic,
     lock,
@@ -134,6 +137,20 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path):
     left = {path.name.removeprefix(SCRATCH) for path in tmp_path.iterdir()}
     assert left == {*others, "file", "link"}
     assert all((tmp_path / f"{SCRATCH}{name}" / "keep.txt").read_text() == "theirs" for name in others)
+
+
+def test_what_another_machine_makes_is_left_alone_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not every shared file system lets it see a lock that is held elsewhere."""
+    with scratch(tmp_path) as made:
+        shutil.copytree(made, tmp_path / f"{SCRATCH}left")
+    mark = tmp_path / f"{SCRATCH}left" / MARK
+    monkeypatch.setattr("platform.node", lambda: "another")
+    remove_abandoned(tmp_path)
+    assert mark.is_file()
+    assert abandoned(tmp_path, alone=True) == [mark.parent], "whoever holds a run's lock need not wait"
+    os.utime(mark, (time.time() - 90000,) * 2)
+    remove_abandoned(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_is_held_by_one(tmp_path: Path):

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core.errors import InputError
 from ..report.data import sheets_of
 from ..report.page import COMPARISON
 from ..run.paths import REPORT
@@ -17,10 +16,7 @@ COLUMNS = 8
 
 def comparison_data(folder: Path) -> dict[str, Any]:
     """Everything a comparison's page shows: what compare.json holds, and pictures of the runs that are beside it."""
-    try:
-        comparison = Comparison.from_json((folder / COMPARISON).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError("comparison", folder / COMPARISON, f"cannot be read ({error})") from None
+    comparison = Comparison.from_json((folder / COMPARISON).read_text(encoding="utf-8"))
     rows = sorted(comparison.rows, key=lambda row: -row.score_at_equal_compute)
     head, *cells = comparison.table()
     sheets = {row.cell: sheets_of(folder / Cell(row.cell).folder / f"seed-{row.seeds[0]}") for row in rows}

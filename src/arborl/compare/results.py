@@ -14,6 +14,7 @@ from ..run.environment import evaluated_on
 from ..run.folder import read_metrics, training_seconds
 from ..run.paths import REPORT, SUMMARY
 from ..tools.files import kind_of, write_atomically
+from ..tools.finite_json import finite_json
 from .runs import Cell, PlannedRun, Protocol
 
 TABLE, CHART = "compare.md", "compare.png"
@@ -68,7 +69,7 @@ class Comparison:
     @classmethod
     def from_json(cls, text: str) -> "Comparison":
         """The inverse of `as_json`. JSON's keys are texts; seeds are numbers again."""
-        given = json.loads(text)
+        given = finite_json(text)
         rows: list[Row] = []
         for row in given["rows"]:
             curves = {int(seed): [Point(**point) for point in line] for seed, line in row["curves"].items()}

@@ -146,8 +146,8 @@ def score_leaves(
     batch_size: int,
     stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Scores, Float[Tensor, " prompts"], int]:
-    """The scores of a process's leaves, and the diversity among each prompt's, none in places that only fill up; and the
-    number of those that the decoder made no picture of.
+    """The scores of a process's leaves, and the diversity among each prompt's, none in places that only fill up; and how many
+    of them the decoder made no picture of.
     """
     real = local.num_real
     empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)

@@ -144,8 +144,9 @@ class PipelineModel(Model):
             if parameter.default is inspect.Parameter.empty and not may_lack:
                 source.class_name(name)
         for part in (cls.trained_component, "vae", "scheduler"):
-            source.check_kinds(part)
-        for key in ("scaling_factor", "shift_factor"):
+            if part != "vae" or part in source.parts:  # which not every pipeline has
+                source.check_kinds(part)
+        for key in ("scaling_factor", "shift_factor") if "vae" in source.parts else ():
             source.config("vae").check_number(key)
 
     @classmethod
@@ -267,20 +268,23 @@ class PipelineModel(Model):
         """The diffusers scheduler whose steps the engine's ODE takes, made from the pipeline's own settings."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        return FlowMatchEulerDiscreteScheduler.from_config(cls.open(config).config("scheduler"))
+        with cls.reading_scheduler(config):
+            return FlowMatchEulerDiscreteScheduler.from_config(cls.open(config).config("scheduler"))
 
     @classmethod
     def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
+        scheduler = cls.ode_scheduler(config)
+        shift = cls.dynamic_shift(scheduler, config)
         with cls.reading_scheduler(config):
-            scheduler = cls.ode_scheduler(config)
-            scheduler.set_timesteps(steps, **cls.dynamic_shift(scheduler, config))
+            scheduler.set_timesteps(steps, **shift)
         return Schedule.from_sigmas(scheduler.sigmas.tolist())
 
     @classmethod
     def default_shift(cls, config: Config) -> float:
+        scheduler = cls.ode_scheduler(config)
+        dynamic = cls.dynamic_shift(scheduler, config)
         with cls.reading_scheduler(config):
-            scheduler = cls.ode_scheduler(config)
-            if not (dynamic := cls.dynamic_shift(scheduler, config)):
+            if not dynamic:
                 return float(scheduler.config["shift"])
             return math.exp(dynamic["mu"]) if scheduler.config["time_shift_type"] == "exponential" else dynamic["mu"]
 
@@ -290,9 +294,11 @@ class PipelineModel(Model):
         knobs = scheduler.config
         if not knobs["use_dynamic_shifting"]:
             return {}
-        low, high = knobs["base_image_seq_len"], knobs["max_image_seq_len"]
-        slope = (knobs["max_shift"] - knobs["base_shift"]) / (high - low)
-        return {"mu": knobs["base_shift"] + slope * (cls.tokens(config) - low)}
+        tokens = cls.tokens(config)
+        with cls.reading_scheduler(config):
+            low, high = knobs["base_image_seq_len"], knobs["max_image_seq_len"]
+            slope = (knobs["max_shift"] - knobs["base_shift"]) / (high - low)
+            return {"mu": knobs["base_shift"] + slope * (tokens - low)}
 
     @classmethod
     def tokens(cls, config: Config) -> int:

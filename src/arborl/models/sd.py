@@ -47,13 +47,15 @@ class SDModel(PipelineModel):
         from diffusers import DDIMScheduler
 
         # Pipelines are shipped with other schedulers, whose settings need not say that x̂0 is not to be clipped.
-        own = cls.open(config).config("scheduler")
-        return DDIMScheduler.from_config(own, clip_sample=False, thresholding=False)
+        with cls.reading_scheduler(config):
+            own = cls.open(config).config("scheduler")
+            return DDIMScheduler.from_config(own, clip_sample=False, thresholding=False)
 
     @classmethod
     def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
+        scheduler = cls.ode_scheduler(config)
         with cls.reading_scheduler(config):
-            return ddim_schedule(cls.ode_scheduler(config), steps)
+            return ddim_schedule(scheduler, steps)
 
     def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
         return self.module(x, t, encoder_hidden_states=cond[0], return_dict=False)[0]

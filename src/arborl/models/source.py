@@ -22,6 +22,8 @@ BROKEN = (
     ImportError,
 )
 """What diffusers and transformers raise over files that are not what they should be; and `StrictDataclassError`."""
+DEVICE_ERRORS = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
+"""RuntimeErrors for which no file is to blame; the second is newer than some versions of torch."""
 
 
 class PartConfig(dict[str, Any]):
@@ -144,7 +146,7 @@ class Source:
 
         try:
             yield
-        except (InputError, torch.OutOfMemoryError):
+        except (InputError, *DEVICE_ERRORS):
             raise
         except (*BROKEN, StrictDataclassError) as error:
             problem = f"its {what} cannot be used ({type(error).__name__}: {first_line(error)})"

@@ -18,7 +18,6 @@ from ..core.errors import InputError, first_line
 from ..run.folder import is_report
 from ..run.paths import REPORT
 from ..tools.files import kind_of, write_atomically
-from ..tools.finite_json import finite_json
 from .data import run_data
 
 STATIC = Path(__file__).parent / "static"
@@ -37,13 +36,13 @@ def read(folder: Path) -> dict[str, Any]:
     if (folder / COMPARISON).is_file():
         module, name = COMPARISON_DATA
         try:
-            finite_json((folder / COMPARISON).read_bytes())
             return getattr(importlib.import_module(module), name)(folder)
         except InputError:
             raise
         except BROKEN as error:
             problem = f"cannot be read ({type(error).__name__}: {first_line(error)})"
-            raise InputError("comparison", folder / COMPARISON, problem, "the comparison run again") from None
+            allowed = "what arborl compare writes: the same command makes it anew from the runs that are there"
+            raise InputError("comparison", folder / COMPARISON, problem, allowed) from error
     return run_data(folder)
 
 

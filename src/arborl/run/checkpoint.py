@@ -218,11 +218,11 @@ def remove_partial(folder: Path) -> None:
     """Remove checkpoints that were left half written or half removed; but the best that was about to be replaced when
     the run was killed goes back to its place.
     """
-    for left in abandoned(folder):
+    for left in abandoned(folder, alone=True):  # the run is locked
         old = left / f"{OLD}{BEST}"
         if kind_of(folder / BEST) is None and kind_of(old) == "folder" and problem_with(old) is None:
             old.rename(folder / BEST)
-    remove_abandoned(folder)
+    remove_abandoned(folder, alone=True)
 
 
 def problem_with(path: Path) -> str | None:

@@ -1,5 +1,6 @@
 """What a run was made with: machine, devices, versions, command, code. Kept in the run, told at its start."""
 
+import itertools
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from .. import __version__
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..tools.files import write_atomically
+from ..tools.files import kind_of, write_atomically
 from ..tools.finite_json import finite_json
 from .paths import ENVIRONMENT
 
@@ -65,6 +66,7 @@ def too_slow(accelerator: Accelerator, parameters: int) -> list[str]:
     if accelerator.device.type != "cpu" or parameters < LARGE:
         return []
     reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+    reason = "as it was told to" if torch.cuda.is_available() else reason
     size = f"{parameters / 1e9:.1f} billion parameters"
     return [f"the model has {size} and runs on the CPU ({reason}): an epoch takes hours, where a GPU takes seconds"]
 
@@ -86,10 +88,20 @@ def launched_alone() -> list[str]:
     return [f"accelerate launch was asked for {asked[1]} processes and started one, as it sees no GPU; {fix}"]
 
 
-def add_start(folder: Path, start: dict[str, Any]) -> None:
-    """Keep the environment of a run's start, after those of its earlier ones."""
-    content = {"format": FORMAT, "version": 1, "starts": [*starts_of(folder), start]}
+def add_start(folder: Path, start: dict[str, Any]) -> list[str]:
+    """Keep the environment of a run's start, after those of its earlier ones. A file that is damaged is put aside: it
+    is no reason to stop a run; returns what to warn of.
+    """
+    warnings: list[str] = []
+    try:
+        earlier = starts_of(folder)
+    except InputError as error:
+        free = (folder / f"damaged_{ENVIRONMENT}{f'-{n}' if n else ''}" for n in itertools.count())
+        kept = (folder / ENVIRONMENT).rename(next(path for path in free if kind_of(path) is None))
+        earlier, warnings = [], [f"{error}; it is kept as {kept.name}"]
+    content = {"format": FORMAT, "version": 1, "starts": [*earlier, start]}
     write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=1, ensure_ascii=False))
+    return warnings
 
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:

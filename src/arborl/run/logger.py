@@ -173,7 +173,7 @@ class Logger:
         with self.writing():
             repeated = check_own_files(self.folder, epoch)
             for place in (self.folder, self.folder / TREES, self.folder / SAMPLES):
-                remove_abandoned(place)
+                remove_abandoned(place, alone=True)  # the run is locked
             self.evaluated = keep_evaluations(self.folder, epoch, unmarked)
             self.seconds["evaluate"] = sum(row.get("time/evaluate") or 0.0 for row in rows if row["epoch"] == epoch)
             (self.folder / SUMMARY).unlink(missing_ok=True)  # of an end that is none any more

@@ -137,7 +137,7 @@ def _present(run: Path) -> list[tuple[str, int, int]]:
 
 def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
     """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
-    accelerator = start_accelerator(config)
+    accelerator = start_accelerator(config, together=False)
     precompute_embeddings(config, texts, accelerator)
     model = load_model(config, accelerator.device)
     if run is not None:

@@ -87,8 +87,8 @@ class Run:
         )
 
     def score(self, rollout: Rollout, local: LocalPrompts) -> Scores:
-        """The scores of this process's leaves; their diversity is kept for `complete_epoch`, and for `check_decoded` how
-        many of them the decoder made no picture of.
+        """The scores of this process's leaves. Their diversity is kept for `complete_epoch`; for `check_decoded`, how
+        many the decoder made no picture of.
         """
         self.guards.check_decoder(rollout, local)
         size = settled(self.config.sample.decode_batch_size)

@@ -121,7 +121,8 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
                 logger.warn_once(f"checkpoint {path.name} {problem}; it is left out, and kept as {kept.name}")
         if accelerator.is_main_process:
             start = environment(accelerator) | {"epoch": state.epoch, "prompts": _facts(parts.prompts)}
-            add_start(logger.folder, start)
+            for text in add_start(logger.folder, start):
+                logger.warn_once(text)
             logger.say(described(start))
     for text in messages:
         logger.say(text)
@@ -158,7 +159,7 @@ def _not_held_out(config: Config, prompts: PromptLists) -> list[str]:
         return []
     if shared == total:
         return ["evaluations draw the training prompts, as nothing is held out: eval.prompts names others"]
-    return [f"{shared} of the {total} evaluation prompts are trained on too: eval.prompts is to name others"]
+    return [f"{shared} of the {total} evaluation prompts are trained on too: name others in eval.prompts"]
 
 
 def check_can_resume(config: Config, run: Path, epoch: int) -> None:
@@ -245,12 +246,14 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
     return Assembled(model, rewards, prompts, state, config, accelerator, flops, messages, compiling)
 
 
-def start_accelerator(config: Config, **options: Any) -> Accelerator:
-    """This process's device and precision, whatever ran in it before."""
+def start_accelerator(config: Config, together: bool = True, **options: Any) -> Accelerator:
+    """This process's device and precision, whatever ran in it before. Processes that were launched work `together`, or
+    it is an error.
+    """
     # accelerate remembers the first precision of a process; a notebook may well train twice with different ones.
     AcceleratorState._reset_state()
     launcher_requests_fsdp()  # before anyone else does
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = int(os.environ.get("WORLD_SIZE") or 1) if together else 1
     accelerator = Accelerator(
         # Without a GPU each of several processes would begin a run of its own. On the CPU they work together.
         cpu=launched > 1 and not torch.accelerator.is_available(),
@@ -265,9 +268,10 @@ def start_accelerator(config: Config, **options: Any) -> Accelerator:
         ],
         **options,
     )
-    if accelerator.num_processes != launched:
-        problem = f"were launched, and this one works with {accelerator.num_processes}"
-        raise InputError("processes", launched, problem, "a launcher's, in which nothing else was begun before")
+    if together and accelerator.num_processes != launched:
+        problem = f"WORLD_SIZE says so, and this one found {accelerator.num_processes}"
+        cure = "torchrun or accelerate launch, in processes that have not set up torch.distributed otherwise"
+        raise InputError("processes", launched, problem, f"{cure}; or no WORLD_SIZE in the environment")
     return accelerator
 
 

@@ -4,6 +4,8 @@ with their process.
 
 import errno
 import os
+import platform
+import re
 import shutil
 import stat
 import tempfile
@@ -17,7 +19,9 @@ from ..core.errors import InputError
 
 LOCK_ATTEMPTS = 3
 SCRATCH, MARK, MARK_TEXT = ".arborl-", "mark", b"A folder of ArboRL's, for what is being written; it may be removed.\n"
-"""Names of scratch folders begin so; the file in each that says whose it is, and what it says."""
+"""Names of scratch folders begin so; the file in each that says whose it is, and what it says besides its machine."""
+MARK_PATTERN = re.compile(re.escape(MARK_TEXT) + rb"(?:Made on ([^\n]{1,255})\.\n)?")
+A_DAY = 86400.0
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -70,7 +74,8 @@ def scratch(folder: Path) -> Iterator[Path]:
         if fcntl:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(mark.fileno(), fcntl.LOCK_EX)  # whoever asks whether it is abandoned holds it for a moment
-        mark.write(MARK_TEXT)  # not before it is locked: nobody takes it for abandoned in between
+        # Not before it is locked: nobody takes it for abandoned in between.
+        mark.write(MARK_TEXT + b"Made on " + _machine() + b".\n")
         mark.flush()
         yield made
     finally:
@@ -80,26 +85,37 @@ def scratch(folder: Path) -> Iterator[Path]:
         _remove_scratch(made)
 
 
-def abandoned(folder: Path) -> list[Path]:
-    """The scratch folders in a folder whose makers were killed."""
-    return [left for left in folder.glob(f"{SCRATCH}*") if not left.is_symlink() and _is_abandoned(left / MARK)]
+def abandoned(folder: Path, alone: bool = False) -> list[Path]:
+    """The scratch folders in a folder whose makers were killed.
+
+    Some shared file systems have locks that other machines do not see: what was made on another one is left alone for a
+    day, unless who asks is `alone` here, by a lock of its own.
+    """
+    found = (left for left in folder.glob(f"{SCRATCH}*") if not left.is_symlink())
+    return [left for left in found if _is_abandoned(left / MARK, alone)]
 
 
-def remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path, alone: bool = False) -> None:
     """Remove these, and nothing else."""
-    for left in abandoned(folder):
+    for left in abandoned(folder, alone):
         _remove_scratch(left)
 
 
-def _is_abandoned(mark: Path) -> bool:
+def _is_abandoned(mark: Path, alone: bool) -> bool:
     if fcntl is None:
         return False
     try:
         with open(mark, "r+b", opener=not_through_links) as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # its maker holds it, or nobody can
-            return file.read(len(MARK_TEXT) + 1) == MARK_TEXT
+            found = MARK_PATTERN.fullmatch(file.read(1024))
+            old = time.time() - os.fstat(file.fileno()).st_mtime > A_DAY
     except OSError:
         return False
+    return found is not None and (alone or old or found[1] in (None, _machine()))
+
+
+def _machine() -> bytes:
+    return re.sub(rb"[^!-~]", b"?", platform.node().encode())[:255] or b"?"
 
 
 def _remove_scratch(made: Path) -> None:
