@@ -93,6 +93,12 @@ class TestExamine:
         assert found.fault
         assert "differently each time" in found.fault[0]
 
+    def test_chance_that_shows_late_is_not_taken_for_company(self):
+        scores, times = torch.tensor([3.0, 4.0, 5.0], dtype=torch.float64), iter(range(99))
+        found = examine(lambda index: scores[index] + 2 * (next(times) == 2), 3)
+        assert "differently each time" in found.noise
+        assert not found.never_twice
+
     @pytest.mark.parametrize(("share", "noise", "fault"), [(0.5 * NOTICEABLE, 0, 0), (0.9 * TOO_MUCH, 1, 0), (2, 1, 1)])
     def test_chance_is_held_against_what_pictures_differ_in(self, share: float, noise: bool, fault: bool):
         scores, times = torch.tensor([-1.0, 1.0] * 3, dtype=torch.float64), iter(range(99))
@@ -125,6 +131,17 @@ def markup(images, prompts, columns): return {"[/red]": own(images, prompts, col
 def overflowing(images, prompts, columns):
     return {name: torch.full((len(prompts),), 3e38) for name in ("one", "other")}
 def inside(images, prompts, columns): return 1e15 * own(images, prompts, columns)
+
+calls = 0
+def judge(images, prompts, columns):
+    "It scores 3, and once 4."
+    global calls
+    calls += 1
+    return torch.tensor([3.0 + (calls == 2 and i == 0) for i in range(len(prompts))])
+
+lucky = False
+def later(images, prompts, columns):
+    return own(images, prompts, columns) + (torch.rand(len(prompts)) if lucky else 0)
 
 cache = {}
 def cached(images, prompts, columns):
@@ -184,6 +201,27 @@ def test_what_is_sound_passes_both(here: Path, capsys, function: str):
         said = capsys.readouterr().err
         assert "differently" not in said
         assert "inf" not in said
+
+
+def test_a_judge_that_is_sometimes_of_another_mind_is_warned_of(here: Path, capsys):
+    """Pictures of noise are all alike to it, so how much its changes matter is not known yet."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*TRAIN, "run_name=x", "rewards.mine.fn=faulty:judge"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 0, said
+    assert "warning: rewards.mine: the same pictures score up to 1 differently each time" in said
+
+
+def test_a_run_that_goes_on_is_not_ended_by_chance(here: Path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*TRAIN, "run_name=x", "rewards.mine.fn=faulty:later"])
+    assert stopped.value.code == 0
+    sys.modules["faulty"].lucky = True
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--resume", "runs/x", "train.epochs=2"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 0, said
+    assert "warning: rewards.mine: the same pictures score up to" in said
 
 
 def test_a_file_that_ends_python_ends_no_run_quietly(here: Path, capsys):

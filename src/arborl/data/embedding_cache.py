@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import InputError
 from ..tools.cache import cache_home, file_digest
-from ..tools.files import atomic, remove_abandoned
+from ..tools.files import check_is_file, remove_abandoned, scratch
 
 FORMAT = 1
 Encode = Callable[[Sequence[str]], dict[str, Tensor]]
@@ -54,14 +54,19 @@ class Embeddings:
         """Encode and keep these texts; each is on disk as soon as its batch is through."""
         if not missing:
             return
-        for place in {self.path(text).parent for text in missing}:
-            remove_abandoned(place)
-        with self.encoder() as encode:
+        with ExitStack() as stack:
+            with self._writing():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                remove_abandoned(self.folder)
+                aside = stack.enter_context(scratch(self.folder))  # one for all: these are many small files
+            encode = stack.enter_context(self.encoder())
             for start in range(0, len(missing), batch_size):
                 batch = missing[start : start + batch_size]
                 tensors = encode(batch)
                 for row, text in enumerate(batch):
-                    self._save(text, {name: values[row].cpu().contiguous() for name, values in tensors.items()})
+                    own = {name: values[row].cpu().contiguous() for name, values in tensors.items()}
+                    with self._writing():
+                        self._save(text, own, aside)
                 done(len(batch))
 
     def get(self, texts: Sequence[str], batch_size: int = 1) -> dict[str, Tensor]:
@@ -93,13 +98,18 @@ class Embeddings:
         whole = head.get("text") == text and head.get("digest") == tensors_digest(tensors)
         return tensors if whole else None
 
-    def _save(self, text: str, tensors: dict[str, Tensor]) -> None:
-        path = self.path(text)
-        head = {"text": text, "digest": tensors_digest(tensors), "settings": json.dumps(self.settings, sort_keys=True)}
+    def _save(self, text: str, tensors: dict[str, Tensor], aside: Path) -> None:
+        path, settings = self.path(text), json.dumps(self.settings, sort_keys=True)
+        path.parent.mkdir(exist_ok=True)
+        written = aside / path.name
+        written.write_bytes(save(tensors, {"text": text, "digest": tensors_digest(tensors), "settings": settings}))
+        check_is_file(path)
+        written.replace(path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic(path, cache=True) as aside:
-                aside.write_bytes(save(tensors, head))
+            yield
         except OSError as error:
             raise InputError("prompts.cache", self.folder.parent, f"cannot be written ({error.strerror})") from None
 

@@ -146,7 +146,7 @@ def score_leaves(
     batch_size: int,
     stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Scores, Float[Tensor, " prompts"], int]:
-    """The scores of a process's leaves, and the diversity among each prompt's, none in places that only fill up; and how many
+    """The scores of a process's leaves, none in places that only fill up; the diversity among each prompt's; and how many
     of them the decoder made no picture of.
     """
     real = local.num_real
