@@ -3,17 +3,28 @@
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 import click
 
 from ..core.errors import InputError, first_line
+from ..tools.output import tolerant_output
 from . import compare, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
 from .app import app
-from .exits import exit_with_launcher, is_lost_connection, leave, one_line, ranks_connected
+from .exits import exit_with_launcher, is_lost_connection, leave, one_line, ranks_connected, settle
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: runs a command and turns what a user can mend into one line."""
+    """Entry point: runs a command, whether or not somebody reads what it prints to its end."""
+    with tolerant_output():
+        try:
+            _run(arguments)
+        except SystemExit as ending:
+            sys.exit(settle(ending.code) if isinstance(ending.code, int) else ending.code)
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
+    """A command, with one line for what a user can mend."""
     rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     on = f" on rank {rank}" if rank else ""
     if several:

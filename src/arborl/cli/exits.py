@@ -5,13 +5,25 @@ import os
 import re
 import signal
 import sys
+from typing import NoReturn
+
+import click
 
 from ..tools.output import flush_or_discard
 
 
-def leave(code: int) -> None:
+def settle(code: int) -> int:
+    """Have everything written; the exit code, which a command that went well loses with what it was to print."""
+    lost = flush_or_discard()
+    if lost is None or code:
+        return code
+    click.echo(f"error: stdout cannot be written to ({lost.strerror})", err=True)
+    return 1
+
+
+def leave(code: int) -> NoReturn:
     """End the process; under a launcher at once."""
-    flush_or_discard()
+    code = settle(code)
     if "WORLD_SIZE" in os.environ:
         # Threads of gloo may outlive their process group and abort the process when its interpreter ends
         # (pytorch/pytorch#179291). All that matters is written and closed by now.

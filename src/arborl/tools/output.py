@@ -20,6 +20,7 @@ class Tolerant:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.lost: OSError | None = None  # of something that nobody chose not to read
 
     def write(self, text: str) -> int:
         try:
@@ -41,6 +42,8 @@ class Tolerant:
     def _failed(self, error: OSError | ValueError) -> None:
         if isinstance(error, OSError) and error.errno in READER_GONE:
             discard(self._stream)
+        elif isinstance(error, OSError):
+            self.lost = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -66,10 +69,16 @@ def discard(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def flush_or_discard() -> None:
-    """Before the process ends: an exit code says how a command went, not whether somebody read to its end."""
+def flush_or_discard() -> OSError | None:
+    """Before the process ends: an exit code says how a command went, not whether somebody read to its end. Returns why
+    something that was asked for is not there to be read, as where stdout is a file on a full disk.
+    """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
             discard(stream)
+    lost = getattr(sys.stdout, "lost", None)
+    if lost and sys.stdout is not None:
+        discard(sys.stdout)
+    return lost
