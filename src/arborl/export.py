@@ -28,7 +28,7 @@ from .models.source import Source
 from .run.checkpoint import Weights, load_weights, weights_file
 from .run.resume import weights_of
 from .run.setup import start_accelerator
-from .tools.files import kind_of, remove_abandoned, scratch
+from .tools.files import as_text, kind_of, remove_abandoned, scratch
 from .tools.quiet import quiet_libraries
 
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
@@ -86,7 +86,7 @@ def export(
             trained = _write(family, config, weights, aside, getattr(torch, dtype), merge)
             gc.collect()  # the trainer's model has left, the plain one may come
             check = _check(family, config, aside, trained, to)
-        facts = {"run": str(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": stem}
+        facts = {"run": as_text(checkpoint.parent.parent), "checkpoint": checkpoint.name, "weights": stem}
         facts |= {"base": family.path(config), "check": vars(check)}
         (aside / "export.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
         for file in aside.rglob("*.safetensors"):

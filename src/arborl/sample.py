@@ -19,6 +19,7 @@ from .run.drawings import save_picture, sheet
 from .run.inputs import evaluation_prompts
 from .run.resume import load_for_inference
 from .tools.files import kind_of, remove_abandoned, write_atomically
+from .tools.finite_json import finite_json
 
 INDEX, SHEET = "index.jsonl", "sheet.png"
 PICTURE = re.compile(r"\d{5,}\.(png|webp)")
@@ -64,6 +65,7 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         {"file": f"{i:05d}{ending}", "prompt": text, "seed": seed}
         for i, (text, seed) in enumerate(zip(prompts.texts, seeds, strict=True))
     ]
+    _check_free(to, count, earlier)  # again: pictures take their time
     earlier = {name: row for name, row in earlier.items() if name not in {row["file"] for row in rows}}
     try:
         # The index first: what it names is ours, also where this is cut short. Others from before stay, and in it too.
@@ -82,11 +84,18 @@ def _earlier(folder: Path) -> dict[str, dict[str, Any]]:
     if kind_of(folder / INDEX) != "file":
         return {}
     try:
-        rows = [json.loads(line) for line in (folder / INDEX).read_text(encoding="utf-8").splitlines()]
-        named = {row["file"]: row for row in rows}
-    except (ValueError, KeyError, TypeError):
+        rows = [finite_json(line) for line in (folder / INDEX).read_text(encoding="utf-8").splitlines()]
+    except ValueError:
         return {}
-    return named if all(isinstance(name, str) and PICTURE.fullmatch(name) for name in named) else {}
+    return {row["file"]: row for row in rows} if all(map(_is_row, rows)) else {}
+
+
+def _is_row(row: object) -> bool:
+    """Whether this is what `sample` writes of a picture, and nothing more."""
+    if not isinstance(row, dict) or row.keys() != {"file", "prompt", "seed"}:
+        return False
+    is_ours = isinstance(row["file"], str) and PICTURE.fullmatch(row["file"]) is not None
+    return is_ours and isinstance(row["prompt"], str) and type(row["seed"]) is int
 
 
 def _check_free(folder: Path, count: int, earlier: Container[str]) -> None:

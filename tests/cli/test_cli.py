@@ -41,7 +41,7 @@ def empty(images, prompts, columns):
 
 def half(images, prompts, columns):
     scores = images.flatten(1).mean(1)
-    scores[::2] = torch.nan
+    scores[(1e5 * scores).long() % 2 == 0] = torch.nan  # by the picture alone
     return scores
 
 def never(images, prompts, columns):
@@ -284,7 +284,7 @@ def test_scores_that_are_missing_are_masked_and_counted_never_zero(here, capsys)
     run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:half")
     assert capsys.readouterr().err.count("warning: rewards.x answered NaN, no score, for some leaves") == 1
     row = metrics(here / "runs" / "x")[0]
-    assert row["reward_failed"] == 16
+    assert 4 < row["reward_failed"] < 28
     assert row["reward"] > 0.01
     assert row["edges"] > 0
 

@@ -80,6 +80,24 @@ class TestExamine:
         assert "in another order, or alone" in found.noise
         assert "nothing else in the call" in found.cure
 
+    @given(counts, seeds, st.sampled_from(["alone", "first", "others"]))
+    def test_a_score_that_only_some_calls_have_is_found(self, count: int, seed: int, how: str):
+        """As of scores that are normalised over the call: a single picture has no deviation."""
+        scores = drawn(count, seed)
+
+        def ask(index: list[int]) -> Tensor:
+            own = scores[index].clone()
+            own[
+                {"alone": slice(0 if len(own) == 1 else len(own), None), "first": slice(1, None), "others": slice(1)}[
+                    how
+                ]
+            ] = torch.nan
+            return own
+
+        found = examine(ask, count)
+        assert found.fault
+        assert "in some calls and none in others" in found.fault[0]
+
     @given(counts)
     def test_what_only_another_order_shows_is_found(self, count: int):
         """Pictures that happen to come sorted, to a reward that sorts."""
@@ -118,13 +136,21 @@ class TestExamine:
 
 
 FAULTY = """
-import torch
+import asyncio, torch
 
 def own(images, prompts, columns): return images.flatten(1).mean(1)
 def chance(images, prompts, columns): return torch.rand(len(prompts))
 def company(images, prompts, columns): return own(images, prompts, columns) - own(images, prompts, columns).mean()
+def normalised(images, prompts, columns):
+    scores = own(images, prompts, columns)
+    return (scores - scores.mean()) / scores.std()
 def first(images, prompts, columns): return own(images, prompts, columns) + len(prompts[0])
 def ended(images, prompts, columns): raise SystemExit(0)
+def cancelled(images, prompts, columns): raise asyncio.CancelledError
+class SilentError(Exception):
+    def __str__(self): raise RuntimeError("no words")
+def silent(images, prompts, columns): raise SilentError
+def twice(images, prompts, columns): return {1: own(images, prompts, columns), "1": own(images, prompts, columns)}
 def huge(images, prompts, columns): return 1e39 * own(images, prompts, columns).double()
 def surrogate(images, prompts, columns): return {"\\ud800": own(images, prompts, columns)}
 def markup(images, prompts, columns): return {"[/red]": own(images, prompts, columns)}
@@ -153,7 +179,10 @@ REFUSED = {
     "chance": "the same pictures score up to",
     "company": "the same pictures in another order, or alone, score up to",
     "first": "the same pictures in another order, or alone, score up to",
-    "ended": "SystemExit: 0, at faulty.py:8",
+    "normalised": "the same pictures have a score in some calls and none in others",
+    "ended": "SystemExit: 0, at faulty.py:11",
+    "cancelled": "CancelledError, at faulty.py:12",
+    "twice": "returned two parts of one name",
     "huge": "returned a score too large to count with for mine",
     "overflowing": "returned a score too large to count with for mine/one",
     "surrogate": r"rewards.mine.fn=\ud800: cannot be the name of a part",

@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,6 +101,30 @@ def test_a_daemon_whose_output_is_closed_from_the_start(tmp_path: Path, whole: P
     train(load_config("mixture", [*SETTINGS, f"log.dir={tmp_path}", "run_name=cut"]))
     flush_or_discard()
     assert_same_run(whole, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("words", [["plan", "-c", "mixture"], ["-h"], ["rewards", "--json"]])
+def test_a_result_that_is_not_there_to_be_read_is_an_error_and_one_that_nobody_wants_is_none(words: list[str]):
+    command = [sys.executable, "-m", "arborl", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: stdout cannot be written to (No space left on device)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_comparison_goes_on_whoever_reads(tmp_path: Path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    cells = ["compare", "mixture", "mixture tree.k=3", "--seeds", "1", "--compute", "2e4", "--out", "x"]
+    done = subprocess.run([sys.executable, "-m", "arborl", *cells], stdout=writer, stderr=writer, cwd=tmp_path)
+    os.close(writer)
+    assert done.returncode == 0
+    assert len(list(tmp_path.glob("x/*/seed-0/summary.json"))) == 2
+    assert (tmp_path / "x" / "compare.json").is_file()
 
 
 def test_what_libraries_print_themselves_stops_nothing_either(monkeypatch):

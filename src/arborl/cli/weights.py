@@ -88,7 +88,8 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     config = config_of(run, config_name, overrides)
     rewards = rewards_of(config, trains=False)
     model_class(config).check(config, may_fetch=True)
-    prompts, called = evaluation_prompts(config, model_class(config))
+    trained = config_of(run, None, []) if run else None
+    prompts, called = evaluation_prompts(config, model_class(config), trained)
     model = load_for_inference(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(model, rewards, prompts, config)

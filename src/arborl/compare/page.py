@@ -7,6 +7,7 @@ from .. import __version__
 from ..report.data import sheets_of
 from ..report.page import COMPARISON
 from ..run.paths import REPORT
+from ..tools.files import as_text
 from .results import Comparison, band, pareto
 from .runs import Cell
 
@@ -23,8 +24,8 @@ def comparison_data(folder: Path) -> dict[str, Any]:
     sheets = {cell: found for cell, found in sheets.items() if found}
     return {
         "kind": "comparison",
-        "name": folder.resolve().name,
-        "folder": str(folder),
+        "name": as_text(folder.resolve().name),
+        "folder": as_text(folder),
         "version": __version__,
         "finished": True,
         "reward": comparison.reward,

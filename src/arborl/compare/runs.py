@@ -296,8 +296,22 @@ def _start(run: PlannedRun, threads: int) -> BaseProcess:
     except OSError as error:
         raise InputError("--out", log_of(run), f"cannot be written to ({error.strerror})") from None
     process = context.Process(target=worker.run, args=(command, log_of(run), threads))
-    process.start()
+    with _no_modules_from_here():
+        process.start()
     return process
+
+
+@contextmanager
+def _no_modules_from_here() -> Iterator[None]:
+    """multiprocessing starts its servers by `python -c`, which looks for every module in the current folder first."""
+    if os.environ.get(worker.SAFE_PATH):
+        yield
+        return
+    os.environ[worker.SAFE_PATH] = worker.OURS
+    try:
+        yield
+    finally:
+        del os.environ[worker.SAFE_PATH]
 
 
 def _reason(run: PlannedRun, code: int) -> str:

@@ -13,11 +13,19 @@ from ..tools.files import fcntl, not_through_links
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that end a comparison. The forkserver does not listen to them: it must outlive its children."""
 
+SAFE_PATH, OURS = "PYTHONSAFEPATH", "arborl"
+"""The variable that keeps Python from looking for modules in the current folder, and its value where a comparison set
+it.
+"""
+
 
 def run(arguments: Sequence[str], log: Path, threads: int) -> None:
     """`arborl` with these arguments, in a session of its own, its words in a file that is locked meanwhile."""
     for number in ENDINGS:
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs ignore it
+    if os.environ.get(SAFE_PATH) == OURS:
+        del os.environ[SAFE_PATH]  # it was for the forkserver
     if hasattr(os, "setsid"):
         os.setsid()
     leave_with_comparison()

@@ -89,7 +89,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     overrides = [_bracketed(text) for text in overrides]
     with _one_line_errors("config", path, overrides):
         _check_yaml("config", path)
-        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_of_now(OmegaConf.load(path))))
+        found = OmegaConf.load(path)
+        check_interpolations("", OmegaConf.to_container(found, resolve=False))
+        merged = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), _as_of_now(found)))
         for text in overrides:
             key = _check_override(text).key_or_group
             if key in groups():
@@ -154,7 +156,7 @@ def _locate(name: str) -> tuple[Path, str, list[str]]:
             raise InputError("--config-name", name, "there is no such file")
         if path.suffix != ".yaml":
             raise InputError("--config-name", name, "Hydra knows a file by its ending", f"{path.stem}.yaml")
-        _check_yaml("--config-name", path)
+        _check_file(path, set())
         return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
     if name not in presets():
         raise InputError("--config-name", name, f"no such preset{nearest(name, presets())}", ", ".join(presets()))
@@ -172,6 +174,25 @@ def _check_yaml(key: str, path: Path) -> None:
         raise InputError(key, path, "its aliases make it too large", f"at most {MOST_VALUES} values")
 
 
+def _check_file(path: Path, seen: set[Path]) -> None:
+    """A yaml file of the user's own and those beside it that its defaults list names: Hydra resolves what stands there
+    before anyone can look at it.
+    """
+    if path in seen or not path.is_file():
+        return
+    seen.add(path)
+    _check_yaml("--config-name", path)
+    settings = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    check_interpolations("", settings)
+    defaults = settings.get("defaults") if isinstance(settings, dict) else None
+    for entry in defaults if isinstance(defaults, list) else ():
+        pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
+        for group, name in pairs:
+            place = str(group).split()[-1].split("@")[0] if group else ""
+            for each in name if isinstance(name, list) else [name]:
+                _check_file(path.parent / place / f"{str(each).split('@')[0].removesuffix('.yaml')}.yaml", seen)
+
+
 def _values(node: yaml.Node, known: dict[int, float]) -> float:
     """The number of values in a document whose aliases are written out; infinite where one holds itself."""
     if id(node) not in known:
@@ -186,6 +207,7 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
 def _resolved(composed: DictConfig, key: str, value: Any) -> str:
     """What an override's value comes to, which may name another setting or a folder of the environment."""
     check_interpolations(key, value)
+    check_interpolations("", OmegaConf.to_container(composed, resolve=False))  # which it may name
     changed = composed.copy()
     with open_dict(changed):
         OmegaConf.update(changed, key, value)

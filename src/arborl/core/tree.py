@@ -251,7 +251,8 @@ def grow(
 
 def check_leaves(leaves: int, most: int) -> None:
     if leaves > most:
-        raise ArgumentError("max_leaves", most, f"the plan has {leaves} leaves a prompt", f"{leaves} or more")
+        allowed = f"{leaves} or more, or a smaller tree"
+        raise ArgumentError("max_leaves", most, f"the plan has {leaves} leaves a prompt", allowed)
 
 
 def deterministic(schedule: Schedule) -> Plan:

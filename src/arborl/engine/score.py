@@ -146,8 +146,8 @@ def score_leaves(
     batch_size: int,
     stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Scores, Float[Tensor, " prompts"], int]:
-    """The scores of a process's leaves, none in places that only fill up; the diversity among each prompt's; and how many
-    of them the decoder made no picture of.
+    """The scores of a process's leaves, none in places that only fill up; the diversity among each prompt's; and how
+    many of them the decoder made no picture of.
     """
     real = local.num_real
     empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)

@@ -31,6 +31,7 @@ from ..run.folder import (
 from ..run.paths import CONFIG, SAMPLES, SUMMARY, TREES, epoch_files
 from ..run.reward_hacking import LIMITS, hacking, of, statistic
 from ..run.trees import TreeFile
+from ..tools.files import as_text
 from ..tools.finite_json import finite_json
 from .pictures import as_webp, evenly, evenly_within
 
@@ -44,8 +45,7 @@ def run_data(folder: Path) -> dict[str, Any]:
     """Everything a run's page shows. A run that is still going on is shown as far as it has come."""
     check_is_run(folder)
     config, rows = read_config(folder / CONFIG), read_metrics(folder)
-    others = _not_comparable(folder)
-    rows = [without_evaluation(row) if row["epoch"] in others else row for row in rows]
+    rows, others = _with_evaluations(rows, read_evaluations(folder))
     weights = reward_weights(config.rewards, config.eval.rewards)
     # One that is being written has no JSON yet, and waits for the next look.
     trees = epoch_files(folder / TREES, ".json")
@@ -53,15 +53,15 @@ def run_data(folder: Path) -> dict[str, Any]:
     shown = evenly_within([_tree(path, path.stat().st_mtime_ns) for path in evenly(trees, MAX_EPOCHS)], MAX_TREE_BYTES)
     return {
         "kind": "run",
-        "name": folder.resolve().name,
-        "folder": str(folder),
+        "name": as_text(folder.resolve().name),
+        "folder": as_text(folder),
         "version": __version__,
         "finished": (folder / SUMMARY).is_file(),
         "epochs": None if config.train.max_seconds else config.train.epochs,
         "summary": read_summary(folder),
         "evaluated_on": evaluated_on(folder, config),
         "evaluated": config.eval.num_prompts,
-        "evaluated_otherwise": len(others),
+        "evaluated_otherwise": others,
         "between": config.eval.num_between,
         "environment": starts_of(folder),
         "rewards": [{"name": name, "weight": weight} for name, weight in weights.items()],
@@ -77,11 +77,18 @@ def run_data(folder: Path) -> dict[str, Any]:
     }
 
 
-def _not_comparable(folder: Path) -> set[int]:
-    """Epochs whose evaluation asked something else than the newest: a curve of both would jump without a reason."""
-    asked = {row["epoch"]: row.get("protocol") for row in read_evaluations(folder) if "undone" not in row}
-    newest = next(reversed(asked.values()), None)
-    return {epoch for epoch, protocol in asked.items() if protocol != newest}
+def _with_evaluations(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], int]:
+    """Metrics with the evaluations that can be compared with the newest, and the number of the others: a curve of both
+    would jump without a reason. Metrics alone lack those of an end that was gone on from, and the one just made.
+    """
+    made = {row["epoch"]: row for row in evaluations if "undone" not in row}  # of one epoch's the last
+    asked = next((row.get("protocol") for row in reversed(made.values())), None)
+    kept = {epoch: evaluation_in(row) for epoch, row in made.items() if row.get("protocol") == asked}
+    of_epochs = {row["epoch"]: without_evaluation(row) for row in rows}
+    found = [of_epochs.get(epoch, {}) | kept.get(epoch, {}) for epoch in sorted(of_epochs.keys() | kept.keys())]
+    return found, len(made) - len(kept)
 
 
 def _some(rows: list[dict[str, Any]], epochs: Container[int] = ()) -> list[dict[str, Any]]:

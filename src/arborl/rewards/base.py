@@ -1,5 +1,6 @@
 """Finding reward functions, calling them, and holding them to their contract."""
 
+import asyncio
 import inspect
 import re
 import traceback
@@ -31,6 +32,10 @@ NaN is "no score": the leaf is masked, never counted as 0. Named parts are avera
 
 LARGEST = 1e15
 """The largest score in size: spreads are sums of squares, which float32 has to hold."""
+RAISED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""What a reward may raise. The others than `Exception` would end the run: sys.exit as if all were well, and asyncio's
+timeouts.
+"""
 RESERVED = ("pictures", "total")
 """Names that metrics and tree files use beside those of rewards."""
 
@@ -118,7 +123,7 @@ class Rewards:
                 answer = function(images.clone(), list(prompts), deepcopy(dict(columns)))
             except InputError:
                 raise
-            except (Exception, SystemExit) as error:  # sys.exit would end the run as if all were well
+            except RAISED as error:
                 if strict and isinstance(error, Exception):
                     raise
                 if strict:
@@ -160,6 +165,8 @@ def _named(name: str, answer: object, count: int) -> list[tuple[str, Float[Tenso
     parts = [(f"{name}/{part}", _checked(f"{name}/{part}", values, count)) for part, values in answer.items()]
     if not parts:
         raise InputError(f"rewards.{name}.fn", None, "returned an empty dict", "named tensors of scores")
+    if len({part for part, _ in parts}) < len(parts):
+        raise InputError(f"rewards.{name}.fn", None, "returned two parts of one name", "a name for each")
     return [(name, torch.stack([values for _, values in parts]).mean(0)), *parts]
 
 
@@ -195,7 +202,10 @@ def describe_failure(error: BaseException) -> str:
     """An exception in one line, with the place it was raised at; of a `RewardFailed` its text."""
     if isinstance(error, RewardFailed):
         return str(error)
-    text = next(iter(str(error).splitlines()), "")
+    try:
+        text = next(iter(str(error).splitlines()), "")
+    except Exception:  # noqa: BLE001 (anyone's class; its kind and place say enough)
+        text = ""
     described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{described}, at {Path(frame.filename).name}:{frame.lineno}"

@@ -1,5 +1,6 @@
 """Whether a reward scores each picture by its prompt alone: the same each time, in any order and any company."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,11 +35,13 @@ class Consistency(NamedTuple):
     def noise(self) -> str:
         """What it does by chance, or by what else is in the call, if that shows; empty otherwise."""
         if self.by_chance:
-            how = f"score up to {self._apart:.2g} differently each time"
+            how, much = f"score up to {self._apart:.2g} differently each time", self._apart
         elif self.company > self._allowed:
-            how = f"in another order, or alone, score up to {self.company:.2g} differently"
+            how, much = f"in another order, or alone, score up to {self.company:.2g} differently", self.company
         else:
             return ""
+        if math.isinf(much):
+            return "the same pictures have a score in some calls and none in others"
         return f"the same pictures {how}, and differ by {self.spread:.2g}"
 
     @property
@@ -99,8 +102,9 @@ def examine(ask: Callable[[list[int]], Float[Tensor, " n"]], count: int) -> Cons
 
 
 def _apart(one: Tensor, two: Tensor) -> Tensor:
-    """The differences; none where one of both has no score."""
-    return (one - two).abs().nan_to_num(0)
+    """The differences: none where both have no score, and no end of it where one of them has."""
+    lone = one.isnan() != two.isnan()
+    return (one - two).abs().nan_to_num(0).masked_fill(lone, torch.inf)
 
 
 def _far(one: Tensor, two: Tensor) -> float:

@@ -50,7 +50,7 @@ from torch import Tensor
 from ..core.errors import InputError
 from ..tools.hosts import is_loopback
 from ..tools.web import admit, serve_at
-from .base import Reward
+from .base import RAISED, Reward, describe_failure
 from .inspect import usable
 from .intake import Bodies, Budget, refuse
 from .items import Item, calls, read_items, unpack
@@ -176,10 +176,9 @@ def _scores(
         for i in reversed(range(len(items))):
             images[i] = pictures.pop().to(device)
         found = _called(reward, images.div_(255), items, fields)
-    except (Exception, SystemExit) as error:  # sys.exit would end the server
+    except RAISED as error:
         log.exception("the reward failed")
-        first = next(iter(str(error).splitlines()), "")
-        raise HTTPException(500, f"the reward failed: {type(error).__name__}: {first}") from None
+        raise HTTPException(500, f"the reward failed: {describe_failure(error)}") from None
     return {item.id: score for item, score in zip(items, found, strict=True)}
 
 

@@ -40,6 +40,8 @@ COUNTERS = {
 """The counters of a state, and their names in its file."""
 OWN_NAMES = re.compile(rf"{SUMS}|{HEADER}|(weights|ema|optimizer\.[a-z_]+)\.safetensors")
 """The names of a checkpoint's files."""
+SET_ASIDE = re.compile(rf"{BEST}_epoch_\d{{6,}}(-\d+)?")
+"""The names of best weights that are not compared with today's."""
 OLD = "old_"
 """The beginning of a replaced checkpoint's name until it is gone."""
 
@@ -88,7 +90,7 @@ def _write(
             _seal(aside)
             put_aside = _put(aside, target, outer)
             # Old ones leave with this scratch folder: a disk that is full by now has no room for another.
-            own = [path for path in checkpoints(target.parent) if _is_removable(path)]
+            own = [path for path in checkpoints(target.parent) if _is_removable(path) and _is_of(path)]
             for old in own[:-keep] if keep else []:
                 old.rename(outer / f"old_{old.name}")
             return put_aside
@@ -157,17 +159,43 @@ def evaluation_of_best(run: Path) -> Mapping[str, Any] | None:
     return next((row for row in reversed(read_evaluations(run)) if row["epoch"] == head["epoch"]), None)
 
 
-def set_aside_best(run: Path, comparable: Callable[[Mapping[str, Any]], bool], by: str) -> Path | None:
-    """Before others take the place of a run's best weights: those that were chosen by another measure, or by another
-    reward than `by`, stay, by the epoch they are of.
+Match = Callable[[Mapping[str, Any] | None, str | None], bool]
+"""Whether weights that were chosen by an evaluation and a measure match today's; what is not known is None."""
+
+
+def set_aside_best(run: Path, is_match: Match) -> Path | None:
+    """Before others take the place of a run's best weights: those that are no match stay, by the epoch they are of."""
+    kept = run / CHECKPOINTS / BEST
+    if not kept.is_dir() or is_match(evaluation_of_best(run), read_header(kept).get("by")):
+        return None
+    return _set_aside(kept)
+
+
+def bring_back_best(run: Path, is_match: Match, score: Callable[[Mapping[str, Any]], float]) -> str | None:
+    """Where the best weights are no match, or there are none, but among those that were set aside some are: the best of
+    these stand in their place again. Returns the name they had.
     """
-    kept, evaluation = run / CHECKPOINTS / BEST, evaluation_of_best(run)
-    if not kept.is_dir():
+    folder = run / CHECKPOINTS
+    kept = folder / BEST
+    if kept.is_dir() and is_match(evaluation_of_best(run), read_header(kept).get("by")):
         return None
-    head = read_header(kept)
-    if evaluation and comparable(evaluation) and head.get("by", by) == by:
+    found: list[tuple[float, Path]] = []
+    for path in sorted(folder.glob(f"{BEST}_epoch_*")):
+        if SET_ASIDE.fullmatch(path.name) and _is_removable(path) and problem_with(path) is None:
+            head = read_header(path)
+            if head.get("by") and is_match(head.get("evaluation"), head["by"]):
+                found.append((score(head["evaluation"]), path))
+    if not found:
         return None
-    name = f"{BEST}_{epoch_name(head['epoch'])}"
+    _, best = max(found)
+    if kept.is_dir():
+        _set_aside(kept)
+    best.rename(kept)
+    return best.name
+
+
+def _set_aside(kept: Path) -> Path:
+    name = f"{BEST}_{epoch_name(read_header(kept)['epoch'])}"
     free = (kept.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
     return kept.rename(next(path for path in free if kind_of(path) is None))
 
@@ -368,6 +396,14 @@ def _is_removable(path: Path) -> bool:
         return False
     entries = list(path.iterdir())
     return bool(entries) and all(OWN_NAMES.fullmatch(entry.name) and kind_of(entry) == "file" for entry in entries)
+
+
+def _is_of(path: Path) -> bool:
+    """Whether a checkpoint says that it is of the epoch that its name says."""
+    try:
+        return read_header(path)["epoch"] == epoch_of(path.name)
+    except InputError:
+        return False
 
 
 def _is_foreign(path: Path) -> bool:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from .. import __version__
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..tools.files import kind_of, write_atomically
+from ..tools.files import as_text, kind_of, write_atomically
 from ..tools.finite_json import finite_json
 from .paths import ENVIRONMENT
 
@@ -34,8 +34,8 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
     """What this start of a run has, as JSON."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
-        "folder": os.getcwd(),
+        "command": [as_text(word) for word in sys.orig_argv],
+        "folder": as_text(os.getcwd()),
         "arborl": __version__,
         "commits": {"arborl": _commit_of_arborl(), "folder": _commit(Path.cwd())},
         "python": platform.python_version(),

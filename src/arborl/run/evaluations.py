@@ -19,7 +19,7 @@ from ..engine.evaluate import Evaluation
 from ..rewards import Rewards
 from ..tools.files import write_atomically
 from ..tools.finite_json import finite_json
-from .checkpoint import evaluation_of_best, set_aside_best
+from .checkpoint import bring_back_best, evaluation_of_best, set_aside_best
 from .drawings import BROKEN_SHEET, check_png, sheet
 from .folder import finite, flat, read_evaluations, with_absolute_paths, without_evaluation
 from .logger import Logger
@@ -82,7 +82,8 @@ class Evaluations:
     def conclude(self, epoch: int, found: Evaluation, save_best: SaveBest) -> None:
         """Keep an evaluation, keep the weights if they are the best so far, and look for reward hacking."""
         self.newest, self.first = found, self.first or found
-        row = {"epoch": epoch, "protocol": self.protocol, **finite(found.metrics())}
+        averaged = self.config.train.ema_decay > 0
+        row = {"epoch": epoch, "protocol": self.protocol, "averaged": averaged, **finite(found.metrics())}
         with self.coordinator.independent():
             self.logger.log_evaluation(row)
             if self.accelerator.is_main_process and len(found.pictures):
@@ -109,11 +110,13 @@ class Evaluations:
         is_best = False
         with self.coordinator.independent():
             if self.accelerator.is_main_process:
+                if back := bring_back_best(self.logger.folder, self._is_match, self._score):
+                    self.logger.say(f"checkpoints/{back} is the best by today's measure again")
                 is_best = self._beats_the_kept(row)
-                if is_best and (aside := set_aside_best(self.logger.folder, self.comparable, self.best_by)):
+                if is_best and (aside := set_aside_best(self.logger.folder, self._is_match)):
                     self.logger.say(f"checkpoints/best was chosen by another measure; it is kept as {aside.name}")
         if any_rank(is_best, self.accelerator):
-            save_best(row, self.best_by)
+            save_best(row, self.measure)
         self._watch(row)
 
     def show_again(self, epoch: int) -> None:
@@ -163,6 +166,18 @@ class Evaluations:
         """The reward that says which weights are the best."""
         weighed = [name for name in self.rewards.functions if self.rewards.weights[name]]
         return self.config.eval.best or [*self.rewards.watched, *weighed][0]
+
+    @property
+    def measure(self) -> str:
+        """The reward, and whether less of it is better."""
+        return f"-{self.best_by}" if self.rewards.directions[self.best_by] < 0 else self.best_by
+
+    def _score(self, row: Mapping[str, Any]) -> float:
+        return self.rewards.directions[self.best_by] * (of(row, self.best_by) or 0.0)
+
+    def _is_match(self, row: Mapping[str, Any] | None, by: str | None) -> bool:
+        """Whether weights were chosen as they are now: by comparable evaluations and by the same measure."""
+        return row is not None and self.comparable(row) and by in (None, self.measure)
 
     def best(self) -> Mapping[str, Any] | None:
         """The best evaluation there was: of the run's epochs, or of the weights that are kept as the best, whose epoch

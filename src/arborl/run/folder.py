@@ -15,7 +15,19 @@ from ..config.schema import Config, RewardConfig
 from ..core.errors import InputError
 from ..tools.files import fsync, kind_of, remove_abandoned, scratch, write_atomically
 from ..tools.finite_json import finite_json
-from .paths import CONFIG, ENVIRONMENT, EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, TREES, epoch_of
+from .paths import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    EVALUATIONS,
+    LOCK,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    SUMMARY,
+    TREES,
+    epoch_of,
+)
 
 STAGES = ("encode", "rollout", "decode", "reward", "advantage", "update", "record", "evaluate", "checkpoint")
 
@@ -243,6 +255,10 @@ def check_own_files(folder: Path, epoch: int) -> list[Path]:
 
     An error if a link or a folder bears a name that the run writes to: it was not the run that made it.
     """
+    for path in (folder / name for name in (TREES, SAMPLES, CHECKPOINTS)):
+        if kind_of(path) not in (None, "folder"):
+            problem = f"its {path.name} is a {kind_of(path)}, where the run has a folder"
+            raise InputError("run", folder, problem, "a folder; the run's own folder, or log.dir, may be a link")
     own = [folder / name for name in (CONFIG, METRICS, EVALUATIONS, SUMMARY, REPORT, ENVIRONMENT, LOCK)]
     # An evaluation is of the weights that its epoch starts from: this epoch's are these.
     repeated = [

@@ -63,12 +63,20 @@ def training_prompts(config: Config, family: type[Model]) -> PromptLists:
     return PromptLists(prompts, Prompts(list(family.heldout_prompts), {}) if family.heldout_prompts else prompts)
 
 
-def evaluation_prompts(config: Config, family: type[Model]) -> tuple[Prompts, str]:
-    """Prompts of evaluations alone, and what they may be called: a run's training file may have stayed elsewhere."""
+def evaluation_prompts(config: Config, family: type[Model], trained: Config | None = None) -> tuple[Prompts, str]:
+    """Prompts of evaluations alone, and what they may be called: for a run's weights by what it `trained` on, as these
+    settings may be others; and its training file may have stayed elsewhere.
+    """
     if config.eval.prompts:
         return load_prompts(config.eval.prompts, key="eval.prompts"), f"the prompts of {config.eval.prompts}"
     lists = training_prompts(config, family)
-    return lists.evaluation, lists.evaluated_on
+    if trained is None:
+        return lists.evaluation, lists.evaluated_on
+    try:
+        known = training_prompts(trained, family).training
+    except InputError:
+        return lists.evaluation, "evaluation prompts"
+    return lists.evaluation, PromptLists(known, lists.evaluation).evaluated_on
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from ..core.errors import shortened
 from .folder import STAGES
 from .logger import Logger
 
@@ -16,6 +17,8 @@ BLOCKS = 24
 SECONDS_BETWEEN_LINES = 10.0
 LEAST_BAR, MOST_BAR = 8, 40
 """Columns of the bar on a terminal; with fewer it is left out."""
+LONGEST_NAME = 16
+"""Characters of a reward's name beside its score."""
 REMEMBERED = 20
 """Epochs whose time tells how long the rest will take."""
 
@@ -87,9 +90,8 @@ class ProgressBar:
         for word in words[1:]:
             # The bar gives way to time left and reward, but to no more than these.
             room = width - (0 if len(kept) < 3 else LEAST_BAR + 2)
-            if len("  ".join([*kept, word])) > room:
-                break
-            kept.append(word)
+            if len("  ".join([*kept, word])) <= room:
+                kept.append(word)
         room = min(MOST_BAR, width - len("  ".join(kept)) - 2)
         if room < LEAST_BAR:
             return Text("  ".join(kept), no_wrap=True, overflow="crop")
@@ -104,7 +106,7 @@ def facts(metrics: Mapping[str, float]) -> list[str]:
     names = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     names = [name.split("/")[1] for name in names if name.count("/") == 2]
     if len(names) > 1:  # their sum by weight says less than each of them
-        found = [f"{name} {metrics[f'rewards/{name}/mean']:.4f}" for name in names]
+        found = [f"{shortened(name, LONGEST_NAME)} {metrics[f'rewards/{name}/mean']:.4f}" for name in names]
     else:
         found = [f"reward {metrics['reward']:.4f}"]
     found += [f"std within a prompt {metrics['reward_std']:.4f}"]

@@ -149,4 +149,6 @@ def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -
 
 def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     """A run's folder, or one of the checkpoints in it."""
-    return (path.parent.parent, path) if path.parent.name == CHECKPOINTS else (path, None)
+    whole = path if path.parent.name == CHECKPOINTS else path.absolute()  # as in `--run best`, from within
+    is_checkpoint = whole.parent.name == CHECKPOINTS and not (path / CONFIG).is_file()
+    return (whole.parent.parent, whole) if is_checkpoint else (path, None)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import NoReturn
 
 import torch
@@ -232,7 +233,7 @@ class Run:
                     self.logger.say(str(error))
             kept = checkpoints(self.logger.folder / CHECKPOINTS)
             after = f"{epoch_of(kept[-1].name)} epochs" if kept else "no epoch"
-            self.logger.say(f"stopped; {after} saved. To go on: arborl train --resume {self.logger.folder}")
+            self.logger.say(f"stopped; {after} saved. To go on: arborl train --resume {quote(str(self.logger.folder))}")
         self.logger.close()
         if self.finished or coordinator.agreed:
             self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing

@@ -107,8 +107,8 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
     unmarked = protocol_before(before, config, parts.prompts.evaluation)
     logger = Logger(config, accelerator, resume, state.epoch, quiet, held, unmarked)
     protocol = protocol_of(config, parts.prompts.evaluation)
-    averaged = bool(before.train.ema_decay) == bool(config.train.ema_decay)
-    if not averaged or logger.evaluated.get("protocol") != protocol:
+    averaged = logger.evaluated.get("averaged", before.train.ema_decay > 0)
+    if averaged != (config.train.ema_decay > 0) or logger.evaluated.get("protocol") != protocol:
         logger.evaluated = {}  # an evaluation of other weights, or by other settings, says nothing here
     with fail_together(accelerator), logger.writing():
         if resume and accelerator.is_main_process:

@@ -162,6 +162,11 @@ def kind_of(path: Path) -> str | None:
     return kinds.get(stat.S_IFMT(mode), "device or pipe")
 
 
+def as_text(path: Path | str) -> str:
+    """A path, or a word of a command line, that may be of bytes that are no text."""
+    return os.fsencode(path).decode(errors="replace")
+
+
 def write_atomically(path: Path, text: str) -> None:
     with atomic(path) as aside:
         aside.write_text(text, encoding="utf-8")
