@@ -918,7 +918,7 @@ class TestServer:
         assert post([item | {"id": i} for i in range(8)])[0] == 200
         assert post([item | {"id": i} for i in range(9)])[0] == 413
         assert post(None, b" " * (2**20 + 1))[0] == 413
-        assert post(None, iter([b" " * 2**16] * 24))[0] == 413, "whose length was not told beforehand"
+        assert post(None, iter([b" " * 2**16] * 24))[0] == 411, "whose length was not told beforehand"
         assert post([item | {"id": 0}], token="x")[0] == 401
         assert post(None, b" " * 2**21, token="x")[0] == 401
         assert post([item | {"id": 0}], kind="text/plain")[0] == 400

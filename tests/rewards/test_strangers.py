@@ -20,6 +20,7 @@ import pytest
 import requests
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from arborl.config.schema import RewardConfig
 from arborl.rewards.remote import RemoteReward
@@ -267,6 +268,35 @@ class TestStrangers:
                 with served.connect() as each, suppress(OSError):
                     each.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
 
+    def test_bodies_in_pieces_of_a_byte_are_not_read(self, served: Served):
+        head = b"POST /score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        self.flood(served, 8, head, b"1\r\n \r\n" * 10_000, "bodies in pieces of a byte")
+
+    def test_long_heads_are_not_read(self, served: Served):
+        self.flood(served, 20, b"GET / HTTP/1.1\r\nHost: x\r\n", b"a:\r\n" * 12_000, "long heads")
+
+    def flood(self, served: Served, count: int, head: bytes, more: bytes, what: str) -> None:
+        """As fast as they are taken, by connections that come again."""
+        over = threading.Event()
+
+        def send(_: int) -> None:
+            while not over.is_set():
+                with suppress(OSError), served.connect() as made:
+                    made.settimeout(2)
+                    made.sendall(head)
+                    while not over.is_set():
+                        made.sendall(more)
+
+        with ThreadPoolExecutor(count) as pool, bounded(served, what):
+            sent = [pool.submit(send, number) for number in range(count)]
+            time.sleep(min(served.size.seconds, 5.0))
+            try:
+                assert served.ask() < MOST_SECONDS
+            finally:
+                over.set()
+            for each in sent:
+                each.result()
+
 
 class TestCarelessClients:
     """With a token, or of a server without one."""
@@ -322,13 +352,34 @@ class TestCarelessClients:
             found = served.post_at_once(request_of([{"png": large}] * 8))
         assert found == {(413, "a picture, or all of a request together, has too many pixels")}
         with bounded(served, "a black video"):
-            found = served.post_at_once(request_of([{"frames": [large] * 4}]))
+            found = served.post_at_once(request_of([{"frames": [picture(2048, 4096)] * 4}]))
         assert found == {(413, "a video unpacks to too much for its size")}
 
     def test_large_pictures_are_scored_one_after_the_other(self, served: Served):
-        body = request_of([{"png": picture(4096, 4096)}] * 2)
-        with bounded(served, "2 x 2 black pictures"), ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(served.post, [body] * 2)) == [(200, "")] * 2
+        body = request_of([{"png": picture(2048, 4096)}] * 3)
+        with bounded(served, "4 x 3 black pictures"), ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(served.post, [body] * 4)) == [(200, "")] * 4
+
+    def test_videos_of_many_frames_are_refused(self, served: Served):
+        body = request_of([{"frames": [picture(1, 1)] * 100_000}])
+        with bounded(served, "100,000 frames"):
+            assert served.post_at_once(body) == {(413, "the request has more than 4096 frames")}
+
+    def test_pictures_with_much_else_in_their_files_are_refused(self, served: Served):
+        file = io.BytesIO()
+        notes = PngInfo()
+        notes.add_text("notes", "x" * 20_000_000)
+        Image.new("RGB", (8, 8)).save(file, "PNG", pnginfo=notes)
+        body = request_of([{"png": base64.b64encode(file.getvalue()).decode()}])
+        with bounded(served, "20 MB of text in a picture"):
+            assert served.post_at_once(body) == {(400, "item 0: a picture's file has much else than its pixels")}
+
+    @pytest.mark.parametrize("letter", ["🌳", "\\ud83c\\udf33"])
+    def test_texts_that_python_would_hold_four_times_are_refused(self, served: Served, letter: str):
+        body = f'{{"version": 1, "items": ["{letter}{"a" * 60_000_000}"]}}'.encode()
+        with bounded(served, "60 MB of text behind a tree"):
+            found = served.post_at_once(body)
+        assert found == {(400, "the request cannot be read: a text too long for what is in it")}
 
     @pytest.mark.parametrize("what", ["[],", "[", '{"a":', '"",', "0,"])
     def test_json_that_makes_gigabytes_of_objects_is_refused(self, served: Served, what: str):

@@ -19,8 +19,12 @@ from torch import Tensor
 
 from ..tools.strict_json import strict_json
 
-MAX_PICTURE_PIXELS, MAX_REQUEST_PIXELS = 2**24, 2**26
-"""The largest picture, and all those of a request together: a small file may hold a huge picture."""
+MAX_PICTURE_PIXELS, MAX_REQUEST_PIXELS = 2**23, 2**26
+"""The largest picture (4K has 2^23), and all those of a request together: a small file may hold a huge picture."""
+MAX_FRAMES = 4096
+"""Of all videos of a request: each becomes an object or two."""
+MAX_BYTES_PER_PIXEL, MAX_BYTES_BESIDES = 8, 2**16
+"""Of a picture's file, and what it may have besides: most that are not compressed have 3 or 4."""
 MAX_PIXELS_PER_BYTE = 4
 """Of a video that is larger than that; a PNG that is not compressed has 1 for each byte of its base64."""
 MAX_CALL_PIXELS = 2**23
@@ -66,6 +70,11 @@ def read_items(body: bytes | bytearray, max_items: int) -> list[Item]:
         raise HTTPException(413, f"the request has {len(items)} items, and {max_items} are the most")
     found: list[Item] = []
     left = MAX_REQUEST_PIXELS
+    if (
+        sum(len(item["frames"]) for item in items if isinstance(item, dict) and isinstance(item.get("frames"), list))
+        > MAX_FRAMES
+    ):
+        raise HTTPException(413, f"the request has more than {MAX_FRAMES} frames")
     for place, item in enumerate(items):
         try:
             found.append(_item(item, left))
@@ -98,6 +107,8 @@ def _item(item: Any, left: int) -> Item:
     for frame in frames:
         size = _png_size(frame)
         pixels += math.prod(size)
+        if 3 * len(frame) > 4 * (MAX_BYTES_PER_PIXEL * math.prod(size) + MAX_BYTES_BESIDES):
+            raise ValueError("a picture's file has much else than its pixels")
         if math.prod(size) > MAX_PICTURE_PIXELS or pixels > left:
             raise HTTPException(413, "a picture, or all of a request together, has too many pixels")
         sizes.add(size)

@@ -15,17 +15,19 @@ a finite number, null for "no score", or an object of such, the named parts of a
 Ids begin at a number that the client draws for each request, below 2^31: an answer that has other ids, such as a cached
 one or another request's, is none. A server that answers the ids it was given needs nothing else.
 
-Anything else is an error, `{"error": "one line"}`: 400 malformed, 401 wrong token, 408 sent too slowly, 413 too large,
-421 not for this machine, 500 the reward failed, 503 busy. 408, 429 and 5xx are worth another attempt; the rest are not.
+Anything else is an error, `{"error": "one line"}`: 400 malformed, 401 wrong token, 408 sent too slowly, 411 without a
+length, 413 too large, 421 not for this machine, 500 the reward failed, 503 busy. 408, 429 and 5xx are worth another
+attempt; the rest are not.
 
 Where the server has a token, every request has the header `Authorization: Bearer <token>`, which is looked at before
 anything else is read. Without one the server answers only where the request's `Host` is this machine's own
 (`localhost`, `127.0.0.1`, `[::1]`): a web page can have its own name point here, but cannot choose another `Host`.
 
-This server's limits, besides those it names: a picture has 2^24 pixels at most, all of a request 2^26. A video has
-2^24, or 4 for each byte of its base64 where that is more. JSON is nested 100 deep at most, and has half a million
-brackets, commas and colons outside its strings. A head must come within 5 s, a request within 60 s and each further
-256 KiB of it within 5 s. What is large is scored in several calls: a score must not depend on what else was sent.
+This server's limits, besides those it names: a picture has 2^23 pixels at most, all of a request 2^26. A video has
+2^23, or 4 for each byte of its base64 where that is more; all videos of a request have 4096 frames. JSON is nested
+100 deep at most, and has half a million brackets, commas and colons outside its strings. Requests have a
+`Content-Length`, and a head of 16 KiB at most that must come within 5 s. A request must come within 60 s, and each
+further 256 KiB of it within 5 s. What is large is scored in several calls: a score must not depend on what else was sent.
 """
 
 import asyncio
@@ -106,7 +108,7 @@ def app(
     """The server's two routes. The reward is called in a thread, once at a time; it gets its pictures on `device`."""
     place = usable(device)
     bodies, unpacked = Bodies(), Budget(MAX_UNPACKED_PIXELS)
-    slots, turn, line = asyncio.Semaphore(MAX_CONCURRENT), asyncio.Lock(), [0]
+    slots, parsing, turn, line = asyncio.Semaphore(MAX_CONCURRENT), asyncio.Lock(), asyncio.Lock(), [0]
     decoders = ThreadPoolExecutor(DECODERS)
 
     async def about(request: Request) -> Response:
@@ -123,7 +125,8 @@ def app(
         line[0] += 1
         try:
             async with bodies.read(request, max_bytes) as body, slots:
-                items = await asyncio.to_thread(read_items, body, max_items)
+                async with parsing:  # which needs a copy or two
+                    items = await asyncio.to_thread(read_items, body, max_items)
                 del body  # the items hold as much
                 return await answer(request, items)
         finally:

@@ -1,13 +1,21 @@
 """JSON from others: held to the standard, and to a size as Python objects before there are any."""
 
+import codecs
 import json
+import re
 from itertools import accumulate
 from typing import Any
 
 MAX_MARKS, MAX_TEXTS, MAX_DEPTH = 2**19, 2**19, 100
 """Brackets, commas and colons, of which each may become an object of a hundred bytes; strings; brackets in brackets."""
+MAX_WIDE = 2**20
+"""Bytes of a string that is not plain ASCII: as Python's it takes up to four times as much."""
+MAX_HIGH = 2**21
+"""Bytes that are not ASCII."""
 MAX_OUTSIDE = 2**24
 """Bytes outside strings."""
+OTHERS = re.compile(rb"[\x80-\xff]+")
+_HIGH = bytes(range(128, 256))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -25,13 +33,25 @@ def strict_json(content: bytes | bytearray) -> Any:
 
     try:
         # Decoded here: `loads` would take UTF-16 too, where quotes and brackets are not the bytes that were looked at.
-        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=once, parse_constant=no_constant)
+        text = _escaped(content).decode("ascii")
+        return json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except json.JSONDecodeError:
         raise ValueError("not JSON") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _escaped(content: bytes | bytearray) -> bytes | bytearray:
+    """The same with \\u in place of what is not ASCII, of which one character would have Python hold all of them in two
+    or four bytes each.
+    """
+    if content.isascii():
+        return content
+    if len(content) - len(content.translate(None, _HIGH)) > MAX_HIGH:
+        raise ValueError("too much besides ASCII")
+    return OTHERS.sub(lambda some: json.dumps(some[0].decode())[1:-1].encode(), content.removeprefix(codecs.BOM_UTF8))
 
 
 def _check_size(content: bytes | bytearray) -> None:
@@ -49,9 +69,15 @@ def _check_size(content: bytes | bytearray) -> None:
         closing = content.find(b'"', start + 1) if start >= 0 else len(content)
         if closing < 0:
             raise ValueError("not JSON")
+        if closing - start > MAX_WIDE and start >= 0 and not _is_plain(content[start:closing]):
+            raise ValueError("a text too long for what is in it")
         end = closing + 1
     if sum(outside.count(mark) for mark in (b"[", b"]", b"{", b"}", b",", b":")) > MAX_MARKS:
         raise ValueError("too many values")
     brackets = outside.translate(None, _NO_BRACKETS)
     if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH:
         raise ValueError("nested too deep")
+
+
+def _is_plain(text: bytes | bytearray) -> bool:
+    return text.isascii() and b"\\u" not in text

@@ -6,6 +6,7 @@ there are no more file descriptors, and logs whatever happens: all three have th
 
 import asyncio
 import errno
+import json
 import logging
 import socket
 from collections import Counter
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,6 +28,8 @@ try:
 except ImportError:  # not on every system
     resource = None
 
+HEAD_BYTES = 2**14
+"""The longest head of a request: each of its lines becomes an object."""
 HEAD_SECONDS = 5.0
 """In which the head of a connection's first request must have come; twice that, at most, for a later one."""
 MAX_CONNECTIONS = 512
@@ -72,12 +76,39 @@ class _Listener(socket.socket):
         super().listen(max(backlog, QUEUE))
 
 
+class _WholeBodies(h11.Connection):
+    """Requests say how long they are: a body in chunks may be cut into as many as it has bytes, which takes a while."""
+
+    problem = 400, "no HTTP, or a head that is too long"
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and any(name == b"transfer-encoding" for name, _ in event.headers):
+            self.problem = 411, "a request needs a Content-Length"
+            raise h11.RemoteProtocolError(self.problem[1])
+        return event
+
+
 class _Connection(H11Protocol):
     """It must send a request's head soon. Where there are too many, the oldest whose sender was not admitted goes."""
 
     connections: set["_Connection"]  # type: ignore[assignment]
     born: float
     head_timer: asyncio.TimerHandle
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.conn = _WholeBodies(h11.SERVER, HEAD_BYTES)
+
+    def send_400_response(self, msg: str) -> None:
+        """The protocol's own answer to what is no request."""
+        assert isinstance(self.conn, _WholeBodies)
+        status, problem = self.conn.problem
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        body = json.dumps({"error": problem}).encode()
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     @property
     def admitted(self) -> bool:
