@@ -20,6 +20,7 @@ from arborl.config import load_config
 from arborl.core.errors import InputError
 from arborl.run.checkpoint import save_checkpoint
 from arborl.run.folder import claim_folder
+from arborl.run.resume import load_for_inference
 from arborl.tools.files import MARK, MARK_TEXT, SCRATCH, lock, scratch
 
 from conftest import tiny_overrides
@@ -211,6 +212,15 @@ def test_a_run_that_goes_on_writes_through_no_link_and_into_no_folder_of_others(
             refused(capsys, "train", "--resume", run, "train.epochs=4")
         foreign.clear()
         shutil.rmtree(run)
+    for name in ("trees", "samples", "checkpoints"):  # another run's, whose lock would not be asked
+        shutil.copytree(finished, run)
+        shutil.copytree(finished, "runs/other")
+        (run / name).rename(run / f"own {name}")
+        (run / name).symlink_to(Path("runs/other", name).resolve())
+        before = contents(Path("runs"))
+        refused(capsys, "train", "--resume", run, "train.epochs=4", "log.keep=1")
+        assert contents(Path("runs")) == before
+        shutil.rmtree("runs")
     for name, kind in (("epoch_000003", "file"), ("epoch_000003", "folder"), ("best", "link"), ("best", "folder")):
         shutil.copytree(finished, run)
         shutil.rmtree(run / "checkpoints" / name, ignore_errors=True)
@@ -298,6 +308,33 @@ def test_pages_and_pictures_take_no_other_files_place(foreign: Foreign, finished
     for name in ("00000.png", "sheet.png"):
         Path("pictures", name).unlink()
         taken_one_at_a_time(foreign, [Path("pictures") / name], LINKS, sample)
+    # Somebody's data set, with an index of its own.
+    Path("pictures", "index.jsonl").write_text('{"file": "00000.png", "caption": "mine"}\n')
+    taken_one_at_a_time(foreign, [Path("pictures") / "00000.png"], ("file",), sample)
+
+
+def test_what_comes_while_pictures_are_made_stays(foreign: Foreign, finished: Path, capsys, monkeypatch):
+    run = shutil.copytree(finished, "runs/x")
+
+    def load(*given: Any) -> Any:
+        foreign.put(Path("pictures/00000.png"))
+        return load_for_inference(*given)
+
+    monkeypatch.setattr("arborl.sample.load_for_inference", load)
+    with pytest.raises(SystemExit):
+        main(["sample", "--run", str(run), "-n", "2", "--out", "pictures"])
+    assert "has a file 00000.png that is not from an earlier arborl sample" in capsys.readouterr().err
+    assert Path("pictures/00000.png").read_text() == "my own 00000.png"
+    assert [path.name for path in Path("pictures").iterdir()] == ["00000.png"]
+
+
+def test_what_says_that_it_is_of_another_epoch_is_not_dropped(finished: Path, tmp_path: Path):
+    run = shutil.copytree(finished, tmp_path / "x")
+    kept = run / "checkpoints"
+    shutil.copytree(kept / "epoch_000002", kept / "epoch_000000")
+    (kept / "epoch_000001.mine").mkdir()
+    assert ended("train", "--resume", run, "train.epochs=4", "log.keep=1") == 0
+    assert (kept / "epoch_000000" / "state.json").is_file()
 
 
 def test_a_comparison_takes_nobodys_place(foreign: Foreign, finished: Path, capsys):

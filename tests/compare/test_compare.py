@@ -84,6 +84,16 @@ def fake(folder: Path, name: str, seed: int):
 
 
 class TestTable:
+    def test_says_what_its_evaluations_are_of(self, tmp_path: Path):
+        runs = [fake(tmp_path, name, 0) for name in ("tree", "flow_grpo")]
+        for run in runs:
+            start = {"prompts": {"evaluated_on": "training prompts"}}
+            text = json.dumps({"format": "arborl.environment", "version": 1, "starts": [start]})
+            (run.folder / "environment.json").write_text(text)
+        found = read(runs, Protocol((0,), 1e4))
+        assert found.evaluated_on == "training prompts"
+        assert "training prompts" in found.as_markdown()
+
     def test_every_number(self, tmp_path: Path):
         runs = [fake(tmp_path, name, seed) for seed in (0, 1) for name in ("tree", "flow_grpo")]
         found = read(runs, Protocol((0, 1), 1e4))
@@ -186,6 +196,9 @@ class TestPlanning:
         assert plan_runs([Cell("tree")], Protocol((0,), 1e5), tmp_path) == [run]
         assert command_of(run) == ["train", "--resume", str(run.folder)]
         with lock(run.folder / ".lock"), pytest.raises(InputError, match="is being written by another process"):
+            command_of(run)
+        log_of(run).touch()
+        with lock(log_of(run)), pytest.raises(InputError, match="is being written by another process"):
             command_of(run)
         log_of(run).write_text("a diary\n")
         with pytest.raises(InputError, match="no log of a comparison"):
@@ -307,7 +320,11 @@ class TestCommand:
         out = tmp_path / "out"
         given = arguments(out, "--compute", "1000000", "--workers", "2")
         process = subprocess.Popen(
-            [*ARBORL, *given], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            [*ARBORL, *given],
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a script's background jobs have it
         )
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not files_below(out, "metrics.jsonl"):
@@ -320,6 +337,7 @@ class TestCommand:
         process.communicate(timeout=120)
         assert process.returncode == 130
         assert not any(is_locked(log) for log in running)
+        assert all("To go on: arborl train --resume" in log.read_text() for log in running)
 
     def test_runs_of_a_comparison_that_is_killed_leave_too_with_a_checkpoint(self, tmp_path: Path):
         out = tmp_path / "out"

@@ -135,6 +135,35 @@ class TestEnvironment:
         with pytest.raises(InputError, match="settings may ask for"):
             load_config(str(mine))
 
+    def test_nor_in_what_names_other_files(self, tmp_path: Path):
+        """Hydra resolves it before there are settings, and says in its errors what came out."""
+        file, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
+        asks = "${oc.env:A_KEY}"
+        for entry in ({"model": asks}, {"override model": asks}, {"optional model": asks}, asks):
+            file.write_text(yaml.safe_dump({"defaults": ["mixture", "_self_", entry]}))
+            other.write_text(yaml.safe_dump({"defaults": ["mixture", entry]}))
+            self.refused(file)
+            file.write_text(yaml.safe_dump({"defaults": ["other", "_self_"]}))
+            self.refused(file)
+        file.write_text(yaml.safe_dump({"defaults": ["mixture"], "hydra": {"searchpath": [f"file:///tmp/{asks}"]}}))
+        self.refused(file)
+        file.write_text(yaml.safe_dump({"defaults": ["tree"], "prompts": {"path": asks}}))
+        self.refused(file, "model.path=${prompts.path}")
+        file.write_text(yaml.safe_dump({"eval": {"num_between": f"${{oc.decode:{asks}}}"}, "run_name": "x"}))
+        with pytest.raises(InputError, match="settings may ask for") as refused:
+            read_config(file)
+        assert SECRET not in str(refused.value)
+
+    def refused(self, file: Path, *overrides: str) -> None:
+        with pytest.raises(InputError, match="settings may ask for") as refused:
+            load_config(str(file), overrides)
+        assert SECRET not in str(refused.value)
+
+    def test_nor_for_the_model_whose_family_decides_others(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("arborl.config._family_at", lambda path: pytest.fail(f"asked for {path}"))
+        with pytest.raises(InputError, match="settings may ask for"):
+            load_config("tree", ["model.path=${oc.env:A_KEY}"])
+
     @pytest.mark.parametrize("how", ASKS)
     def test_nothing_of_it_is_read(self, how: str, tmp_path: Path):
         asks, file = ASKS[how], tmp_path / "mine.yaml"

@@ -158,6 +158,9 @@ def overflowing(images, prompts, columns):
     return {name: torch.full((len(prompts),), 3e38) for name in ("one", "other")}
 def inside(images, prompts, columns): return 1e15 * own(images, prompts, columns)
 
+def little(images, prompts, columns):
+    return own(images, prompts, columns) + 0.01 * (len(prompts) > 1) * own(images, prompts, columns).amax()
+
 calls = 0
 def judge(images, prompts, columns):
     "It scores 3, and once 4."
@@ -230,6 +233,21 @@ def test_what_is_sound_passes_both(here: Path, capsys, function: str):
         said = capsys.readouterr().err
         assert "differently" not in said
         assert "inf" not in said
+
+
+def test_every_reward_is_asked(here: Path, capsys):
+    text = refused(capsys, *TRAIN, "rewards.a.fn=faulty:own", "rewards.b.fn=faulty:chance", "rewards.b.weight=0.1")
+    assert text.startswith("error: rewards.b: the same pictures")
+
+
+def test_a_little_company_is_said_in_the_check_and_before_a_run(here: Path, capsys):
+    for words in (["rewards", "check", "faulty:little"], [*TRAIN, "rewards.little.fn=faulty:little"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 0, said
+        assert "warning:" in said
+        assert "in another order, or alone, score up to" in said
 
 
 def test_a_judge_that_is_sometimes_of_another_mind_is_warned_of(here: Path, capsys):

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
+from arborl.report import write_report
 from arborl.report.data import run_data
 from arborl.run.environment import environment, evaluated_on, launched_alone, starts_of, too_slow
 from arborl.run.resume import load_for_inference
@@ -78,6 +79,24 @@ def test_a_damaged_file_stops_no_run(tmp_path: Path, capsys):
         assert len(starts_of(run)) == 1
 
 
+def test_what_a_start_warns_of_is_said(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("arborl.run.environment.LARGE", 1)
+    monkeypatch.setattr("arborl.run.setup.launched_alone", lambda: ["started alone"])
+    train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
+    said = capsys.readouterr().err
+    assert "runs on the CPU" in said
+    assert "warning: started alone" in said
+
+
+def test_words_that_are_no_text_are_kept_as_far_as_they_are(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["arborl", "train", os.fsdecode(b"x\xff")])
+    run = train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
+    assert starts_of(run)[0]["command"] == ["arborl", "train", "x\ufffd"]
+    odd = run.rename(tmp_path / os.fsdecode(b"x\xff"))
+    assert run_data(odd)["name"] == "x\ufffd"
+    write_report(odd)
+
+
 def test_a_large_model_on_a_cpu_is_warned_of():
     assert too_slow(Accelerator(), 7_000_000) == []
     (text,) = too_slow(Accelerator(), 2_243_171_520)
@@ -128,6 +147,22 @@ class TestWhatEvaluationsAreOf:
         assert told == (f"the prompts of {Path(file).resolve()}" if file else words)
         scripts = "".join(path.read_text() for path in (ROOT / "src/arborl/report/static").glob("*.js"))
         assert "held-out" not in scripts, "a page says what its data says"
+
+    def test_what_a_run_trained_on_is_not_held_out_by_other_settings(self, lists: Path, capsys):
+        train(load_config("mixture", [*TINY, "prompts.path=many.txt", "prompts.held_out=0", "run_name=x"]))
+        train(load_config("mixture", [*TINY, "prompts.path=few.txt", "run_name=y"]))
+        capsys.readouterr()
+        for words, told in (
+            (["runs/x", "prompts.held_out=0.5"], "training prompts"),
+            (["runs/y", "prompts.path=many.txt", "prompts.held_out=0.5"], "held-out prompts"),
+        ):
+            with pytest.raises(SystemExit):
+                main(["eval", "--json", "--run", *words])
+            assert json.loads(capsys.readouterr().out)["evaluated_on"] == told
+        Path("few.txt").unlink()
+        with pytest.raises(SystemExit):
+            main(["eval", "--json", "--run", "runs/y", "prompts.path=many.txt"])
+        assert json.loads(capsys.readouterr().out)["evaluated_on"] == "evaluation prompts"
 
     def test_what_is_held_out_is_not_trained_on_and_may_not_change_sides(self, lists: Path):
         run = train(load_config("mixture", [*TINY, "prompts.path=many.txt", "run_name=x"]))

@@ -227,6 +227,63 @@ def test_a_kill_while_the_best_is_replaced_leaves_one_of_both(tmp_path: Path):
     assert not list(folder.glob(".arborl-*"))
 
 
+def test_a_kill_after_the_best_was_replaced_leaves_the_new_one(tmp_path: Path):
+    assert Story(tmp_path, [0.0, 1.0, 2.0, 3.0], every=1).goes_on(1, math.inf)
+    folder = tmp_path / "x" / "checkpoints"
+    with scratch(folder) as outer:
+        shutil.copytree(folder / "best", outer / "old_best")
+        shutil.copytree(outer, folder / ".arborl-killed")
+        shutil.copy(outer / "mark", folder / ".arborl-killed" / "mark")
+    remove_partial(folder)
+    assert best_of(tmp_path / "x") == (1, 1.0)
+    assert not list(folder.glob(".arborl-*"))
+
+
+def test_an_evaluation_that_was_undone_is_not_the_best(tmp_path: Path):
+    """A kill came between its line and its weights."""
+    story = Story(tmp_path, [0.0, 1.0, 9.0, 2.0], every=1)
+    run = tmp_path / "x"
+    assert story.goes_on(1, math.inf)
+    rows = read_evaluations(run)
+    write_rows(run / "evaluations.jsonl", [*rows, rows[-1] | {"epoch": 2, "eval/place": 50.0}])
+    with story.told():
+        trainer.train(read_config(run / "config.yaml", ["train.epochs=3", "eval.every=0"]), resume=run)
+    assert json.loads((run / "summary.json").read_text())["best"]["value"] < 50
+
+
+def test_the_best_of_a_reward_that_is_to_fall_is_the_lowest(tmp_path: Path):
+    down = [*TINY, "eval.every=1", "train.epochs=4", "rewards.place.weight=-1", "train.learning_rate=3e-3"]
+    run = trainer.train(load_config("mixture", [*down, f"log.dir={tmp_path}", "run_name=x"]))
+    rows = read_evaluations(run)
+    lowest = min(rows, key=lambda row: row["eval/place"])
+    assert lowest["epoch"] > 0
+    assert evaluation_of_best(run) == lowest
+    # Turned round, the lowest stay beside the highest, and are the best again once that is what is asked for.
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=8", "rewards.place.weight=1"]), resume=run)
+    assert read_header(run / "checkpoints" / "best")["by"] == "place"
+    aside = run / "checkpoints" / f"best_epoch_{lowest['epoch']:06d}"
+    assert (read_header(aside)["by"], read_header(aside)["evaluation"]) == ("-place", lowest)
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=9", "rewards.place.weight=-1"]), resume=run)
+    assert evaluation_of_best(run) == lowest
+    assert problem_with(run / "checkpoints" / "best") is None
+    assert [read_header(path)["by"] for path in (run / "checkpoints").glob("best_epoch_*")] == ["place"]
+
+
+def test_a_page_has_the_evaluations_of_ends_that_were_gone_on_from(tmp_path: Path):
+    """The line of metrics with the last evaluation goes when a run goes on; here nobody makes it again."""
+    settings = [*TINY, "train.ema_decay=0.9", "train.epochs=2", f"log.dir={tmp_path}", "run_name=x"]
+    run = trainer.train(load_config("mixture", settings))
+    for epochs, decay in ((3, 0.0), (4, 0.9)):
+        more = [f"train.epochs={epochs}", f"train.ema_decay={decay}"]
+        trainer.train(read_config(run / "config.yaml", more), resume=run)
+    made = {row["epoch"]: row["eval/place"] for row in read_evaluations(run)}
+    assert made.keys() == {0, 2, 3, 4}
+    data = run_data(run)["metrics"]
+    shown = zip(data["epoch"], data["eval/place"], strict=True)
+    assert {e: y for e, y in shown if y is not None} == {e: pytest.approx(y) for e, y in made.items()}
+    assert data["epoch"] == [0, 1, 2, 3, 4]
+
+
 def test_a_file_of_a_file_manager_is_no_damage(tmp_path: Path):
     story = Story(tmp_path, [0.0, 1.0, 2.0, 3.0], every=1)
     assert story.goes_on(2, math.inf)

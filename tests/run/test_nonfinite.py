@@ -1,13 +1,18 @@
 """A model that is broken ends its run at once, and the run says from where one can go on."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from arborl import trainer
 from arborl.config import load_config
 from arborl.core.errors import InputError
+from arborl.distributed.gather import nonfinite_weights
+from arborl.engine.evaluate import Evaluation, evaluate
 from arborl.run.checkpoint import checkpoints, problem_with
 from arborl.run.paths import epoch_name
 from arborl.worlds.mixture import MixtureModel
@@ -71,7 +76,7 @@ def test_weights_are_looked_at_when_an_epoch_is_done(tmp_path: Path, monkeypatch
     assert last_checkpoint(tmp_path / "x").name == "epoch_000002"
 
 
-@pytest.mark.parametrize(("calls", "rank"), [(0, 0), (15, 0), (50, 0), (50, 1)])
+@pytest.mark.parametrize(("calls", "rank"), [(0, 0), (15, 0), (15, 1), (50, 0), (50, 1)])
 def test_answers_that_are_not_finite_stop_all_processes(tmp_path: Path, calls: int, rank: int):
     """In the first evaluation, in a rollout, later on; of one process, or of the second of two."""
     (tmp_path / "breaks.py").write_text(MODEL)
@@ -135,3 +140,39 @@ def test_the_only_checkpoint_is_not_put_away(tmp_path: Path):
         assert kept[0].name == epoch_name(last - number)
         assert kept[0].with_name(f"broken_{epoch_name(last)}").is_dir() == bool(number)
         assert ("the last sound checkpoint" in endings[0].errors[0]) == bool(number)
+
+
+def test_a_last_evaluation_that_is_not_finite_finishes_no_run(tmp_path: Path, monkeypatch):
+    def broken(*given: Any, **named: Any) -> Evaluation:
+        found = evaluate(*given, **named)
+        return replace(found, nonfinite=2) if given[4].accelerator and len(calls) == 3 else found
+
+    calls: list[int] = []
+    honest = trainer.update
+    monkeypatch.setattr(trainer, "update", lambda *given: (calls.append(1), honest(*given))[1])
+    monkeypatch.setattr("arborl.run.run.evaluate", broken)
+    settings = ["train.epochs=3", "eval.num_prompts=4", "eval.every=0", "log.record_every=0", "log.trackers=[]"]
+    with pytest.raises(InputError, match="for 2 pictures of the evaluation after 3 epochs"):
+        trainer.train(load_config("mixture", [*settings, f"log.dir={tmp_path}", "run_name=x"]))
+    assert not (tmp_path / "x" / "summary.json").exists()
+
+
+def test_weights_that_one_process_holds_are_told_on_all(monkeypatch):
+    """With split weights the others are fine themselves."""
+    fine = {"a": torch.ones(3), "b": torch.ones(2)}
+    assert nonfinite_weights(fine, Accelerator()) == []
+    assert nonfinite_weights(fine | {"b": torch.tensor([1.0, -torch.inf])}, Accelerator()) == ["b"]
+    monkeypatch.setattr("arborl.distributed.gather.any_rank", lambda fact, accelerator: True)
+    monkeypatch.setattr("arborl.distributed.gather.gather_strings", lambda words, accelerator: [*words, "another's"])
+    assert nonfinite_weights(fine, Accelerator()) == ["another's"]
+
+
+def test_a_run_that_goes_on_and_is_broken_at_once_names_the_checkpoint_before(tmp_path: Path):
+    (tmp_path / "breaks.py").write_text(MODEL)
+    own = [*TINY, "train.epochs=2", "model.family=breaks:Breaks"]
+    known = {"BREAKS_ON": "0", "BREAKS_AFTER": "1000000"}
+    assert ranks(1, "train", *own, cwd=tmp_path, environment=known)[0].code == 0
+    again = ["train", "--resume", "runs/x", "train.epochs=4"]
+    ended = ranks(1, *again, cwd=tmp_path, environment=known | {"BREAKS_AFTER": "0"})[0]
+    assert ended.errors[0].endswith("the last sound checkpoint is runs/x/checkpoints/epoch_000001")
+    assert problem_with(tmp_path / "runs/x/checkpoints/epoch_000002") is None, "it was fine before"

@@ -103,6 +103,17 @@ def test_a_daemon_whose_output_is_closed_from_the_start(tmp_path: Path, whole: P
     assert_same_run(whole, tmp_path / "cut")
 
 
+def test_a_reader_that_goes_away_from_a_script(tmp_path: Path):
+    """Python itself would end with an error over what it cannot write in the end."""
+    script = "import sys; from arborl import load_config, train; train(load_config('mixture', sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [*SETTINGS, "train.epochs=2", f"log.dir={tmp_path}", "run_name=cut"]
+    assert subprocess.run([sys.executable, "-c", script, *words], stdout=writer, stderr=writer).returncode == 0
+    os.close(writer)
+    assert rows_of(tmp_path / "cut") == 3
+
+
 @pytest.mark.parametrize("words", [["plan", "-c", "mixture"], ["-h"], ["rewards", "--json"]])
 def test_a_result_that_is_not_there_to_be_read_is_an_error_and_one_that_nobody_wants_is_none(words: list[str]):
     command = [sys.executable, "-m", "arborl", *words]

@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from arborl.config.schema import Config
 from arborl.run.folder import STAGES
 from arborl.run.logger import Logger
-from arborl.run.progress import BLOCKS, ProgressBar, clock, time_split
+from arborl.run.progress import BLOCKS, ProgressBar, clock, facts, time_split
 
 from launching import PATIENCE
 
@@ -118,3 +119,16 @@ def _lines(text: str) -> list[str]:
     """What a terminal shows line by line; the last may not be whole yet."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return [line.rstrip() for line in re.split(r"[\r\n]+", plain)[:-1]]
+
+
+def test_a_reward_with_a_long_name_leaves_room_for_it(tmp_path: Path):
+    metrics = {"reward": 1.0, "reward_std": 0.5, "reward_failed": 0}
+    metrics |= {f"rewards/{name}/mean": 0.25 for name in ("a_reward_with_quite_a_long_name_x", "place")}
+    assert facts(metrics)[:2] == ["a_reward_with_q… 0.2500", "place 0.2500"]
+    bar = ProgressBar(SimpleNamespace(main=False, trained=0.0), 0, 150)  # pyright: ignore[reportArgumentType]
+    bar.done, bar.facts = 40, facts(metrics)
+    bar.ends.append(bar.ends[-1] + 1)
+    for width in (60, 80, 120, 200):
+        line = bar.line(width).plain
+        assert len(line) <= width
+        assert re.match(r"epoch 40/150  .*eta [\d:]+  a_reward_with_q… 0.2500", line), line

@@ -17,6 +17,7 @@ from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_requests_fsdp
 from arborl.run import logger, setup
 from arborl.run.folder import claim_folder
+from arborl.run.resume import checkpoint_of, config_of, resolve_start
 from arborl.tools.files import lock
 from arborl.trainer import train
 
@@ -139,6 +140,27 @@ def test_a_run_goes_on_in_a_folder_of_any_name(tmp_path: Path, monkeypatch, caps
         assert not ended.value.code, capsys.readouterr().err
     assert read_config(renamed / "config.yaml").run_name == "first"
     assert last_checkpoint(renamed).name == "epoch_000003"
+
+
+def test_runs_may_lie_in_a_folder_called_checkpoints(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        "log.trackers=[]",
+        "log.record_every=0",
+        "eval.num_prompts=4",
+        "log.dir=checkpoints",
+        "run_name=foo",
+        "train.epochs=1",
+    ]
+    run = train(load_config("mixture", settings))
+    assert run == Path("checkpoints/foo")
+    assert config_of(run, None, []).run_name == "foo"
+    assert checkpoint_of(run).name == "epoch_000001"
+    assert resolve_start(run, None, ["train.epochs=2"]).resume == run
+    assert checkpoint_of(run / "checkpoints" / "epoch_000001").name == "epoch_000001"
+    monkeypatch.chdir(run / "checkpoints")
+    assert checkpoint_of(Path("epoch_000001")).name == "epoch_000001"
+    assert config_of(Path("epoch_000001"), None, []).run_name == "foo"
 
 
 def test_a_new_run_takes_a_name_that_fits_every_system(tmp_path: Path):

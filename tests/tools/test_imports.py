@@ -128,3 +128,15 @@ def test_a_module_that_ends_python_is_an_error(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"^rewards.x.fn=ends:f: ends ends Python when it is imported \(SystemExit"):
         import_object("rewards.x.fn", "ends:f", ())
+
+
+def test_a_comparison_imports_nothing_from_the_folder_either(here: Path):
+    """Its runs come from servers that multiprocessing starts by `python -c`."""
+    for name in ("json", "torch", "yaml", "hydra"):
+        (here / f"{name}.py").write_text(HOSTILE)
+    words = ["compare", "mixture", "--seeds", "1", "--compute", "900", "--out", "out"]
+    words += ["--set", "sample.num_prompts=1", "--set", "eval.num_prompts=2"]
+    done = python("-c", SCRIPT, *words, "/nowhere", cwd=here)
+    assert not (here / "ran").exists(), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert list(here.glob("out/*/seed-0/summary.json"))

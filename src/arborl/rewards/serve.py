@@ -27,7 +27,7 @@ This server's limits, besides those it names: a picture has 2^23 pixels at most,
 2^23, or 4 for each byte of its base64 where that is more; all videos of a request have 4096 frames. JSON is nested
 100 deep at most, and has half a million brackets, commas and colons outside its strings. Requests have a
 `Content-Length`, and a head of 16 KiB at most that must come within 5 s. A request must come within 60 s, and each
-further 256 KiB of it within 5 s. What is large is scored in several calls: a score must not depend on what else was sent.
+further 256 KiB of it within 5 s. What is large is scored in several calls: a score must not depend on the others.
 """
 
 import asyncio
