@@ -159,7 +159,7 @@ def overflowing(images, prompts, columns):
 def inside(images, prompts, columns): return 1e15 * own(images, prompts, columns)
 
 def little(images, prompts, columns):
-    return own(images, prompts, columns) + 0.01 * (len(prompts) > 1) * own(images, prompts, columns).amax()
+    return own(images, prompts, columns) + 0.05 * (len(prompts) > 1) * own(images, prompts, columns).amax()
 
 calls = 0
 def judge(images, prompts, columns):

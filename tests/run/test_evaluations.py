@@ -251,22 +251,21 @@ def test_an_evaluation_that_was_undone_is_not_the_best(tmp_path: Path):
     assert json.loads((run / "summary.json").read_text())["best"]["value"] < 50
 
 
-def test_the_best_of_a_reward_that_is_to_fall_is_the_lowest(tmp_path: Path):
-    down = [*TINY, "eval.every=1", "train.epochs=4", "rewards.place.weight=-1", "train.learning_rate=3e-3"]
-    run = trainer.train(load_config("mixture", [*down, f"log.dir={tmp_path}", "run_name=x"]))
-    rows = read_evaluations(run)
-    lowest = min(rows, key=lambda row: row["eval/place"])
-    assert lowest["epoch"] > 0
-    assert evaluation_of_best(run) == lowest
-    # Turned round, the lowest stay beside the highest, and are the best again once that is what is asked for.
-    trainer.train(read_config(run / "config.yaml", ["train.epochs=8", "rewards.place.weight=1"]), resume=run)
-    assert read_header(run / "checkpoints" / "best")["by"] == "place"
-    aside = run / "checkpoints" / f"best_epoch_{lowest['epoch']:06d}"
-    assert (read_header(aside)["by"], read_header(aside)["evaluation"]) == ("-place", lowest)
-    trainer.train(read_config(run / "config.yaml", ["train.epochs=9", "rewards.place.weight=-1"]), resume=run)
-    assert evaluation_of_best(run) == lowest
-    assert problem_with(run / "checkpoints" / "best") is None
-    assert [read_header(path)["by"] for path in (run / "checkpoints").glob("best_epoch_*")] == ["place"]
+def test_a_reward_that_is_turned_round_has_a_best_of_its_own(tmp_path: Path):
+    """The lowest; and the highest stay beside them, and are the best again once that is what is asked for."""
+    story = Story(tmp_path, [0.0, 5.0, 3.0, -4.0, -2.0, 2.0], every=1)
+    run, folder = tmp_path / "x", tmp_path / "x" / "checkpoints"
+    assert story.goes_on(2, math.inf)
+    assert best_of(run) == (1, 5.0)
+    for epochs, weight, best, aside in ((4, -1, (3, -4.0), "place"), (5, 1, (1, 5.0), "-place")):
+        more = [f"train.epochs={epochs}", f"rewards.place.weight={weight}"]
+        with story.told():
+            trainer.train(read_config(run / "config.yaml", more), resume=run)
+        assert best_of(run) == best
+        assert problem_with(folder / "best") is None
+        assert json.loads((run / "summary.json").read_text())["best"]["epoch"] == best[0]
+        assert [read_header(path)["by"] for path in folder.glob("best_epoch_*")] == [aside]
+    assert story.goes_on(6, math.inf)
 
 
 def test_a_page_has_the_evaluations_of_ends_that_were_gone_on_from(tmp_path: Path):
