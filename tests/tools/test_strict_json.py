@@ -2,13 +2,14 @@
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.tools.hosts import is_loopback
-from arborl.tools.strict_json import MAX_DEPTH, MAX_MARKS, strict_json
+from arborl.tools.strict_json import MAX_DEPTH, MAX_MARKS, _without_escapes, strict_json
 
 texts = st.text(st.sampled_from('a"\\\\[]{},:é🌳\0'), max_size=8)
 anything = st.recursive(
@@ -17,16 +18,28 @@ anything = st.recursive(
 )
 
 
-@given(anything, st.booleans(), st.sampled_from([None, 1]))
-def test_is_what_it_is_to_anyone(value: Any, ascii_only: bool, indent: int | None):
+pieces = st.sampled_from([1, 2, 3, 8, 2**20])
+
+
+@given(anything, st.booleans(), st.sampled_from([None, 1]), pieces)
+def test_is_what_it_is_to_anyone(value: Any, ascii_only: bool, indent: int | None, piece: int):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
-    assert strict_json(text) == strict_json(bytearray(text)) == value
+    with patch("arborl.tools.strict_json.PIECE_BYTES", piece):
+        assert strict_json(text) == strict_json(bytearray(text)) == value
 
 
-@given(st.binary(max_size=40) | texts.map(str.encode))
-def test_anything_else_is_a_value_error(content: bytes):
+@given(st.text('\\"ax', max_size=20).map(str.encode), pieces)
+def test_quotes_that_end_a_text_are_found_in_pieces_of_any_size(content: bytes, piece: int):
+    with patch("arborl.tools.strict_json.PIECE_BYTES", piece):
+        found = b"".join(_without_escapes(content))
+    assert found == content.replace(rb"\\", b"").replace(rb"\"", b"")
+
+
+@given(st.binary(max_size=40) | texts.map(str.encode), pieces)
+def test_anything_else_is_a_value_error(content: bytes, piece: int):
     try:
-        found = strict_json(content)
+        with patch("arborl.tools.strict_json.PIECE_BYTES", piece):
+            found = strict_json(content)
     except ValueError:
         return
     assert found == json.loads(content)

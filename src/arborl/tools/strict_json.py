@@ -3,6 +3,7 @@
 import codecs
 import json
 import re
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,8 @@ MAX_HIGH = 2**21
 """Bytes that are not ASCII."""
 MAX_OUTSIDE = 2**24
 """Bytes outside strings."""
+PIECE_BYTES = 2**20
+"""What is looked over at a time."""
 OTHERS = re.compile(rb"[\x80-\xff]+")
 _HIGH = bytes(range(128, 256))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -56,22 +59,24 @@ def _escaped(content: bytes | bytearray) -> bytes | bytearray:
 
 def _check_size(content: bytes | bytearray) -> None:
     """Look at what is outside the strings, by searches alone: less than a tenth of the time that parsing takes."""
-    if b"\\" in content:  # without escaped backslashes, then without escaped quotes, each quote begins or ends a string
-        content = content.replace(rb"\\", b"").replace(rb"\"", b"")
-    if content.count(b'"') > 2 * MAX_TEXTS:
-        raise ValueError("too many texts")
-    outside, end = bytearray(), 0
-    while end < len(content):
-        start = content.find(b'"', end)
-        if len(outside) + (start if start >= 0 else len(content)) - end > MAX_OUTSIDE:
-            raise ValueError("too much besides texts")
-        outside += content[end:start] if start >= 0 else content[end:]
-        closing = content.find(b'"', start + 1) if start >= 0 else len(content)
-        if closing < 0:
-            raise ValueError("not JSON")
-        if closing - start > MAX_WIDE and start >= 0 and not _is_plain(content[start:closing]):
-            raise ValueError("a text too long for what is in it")
-        end = closing + 1
+    outside, quotes, inside, length, plain = bytearray(), 0, False, 0, True
+    for piece in _without_escapes(content):
+        quotes += piece.count(b'"')
+        if quotes > 2 * MAX_TEXTS:
+            raise ValueError("too many texts")
+        for place, part in enumerate(piece.split(b'"')):
+            if place:  # a quote stood before it
+                inside, length, plain = not inside, 0, True
+            if inside:
+                length, plain = length + len(part), plain and part.isascii() and b"\\u" not in part
+            else:
+                outside += part
+            if not plain and length > MAX_WIDE:
+                raise ValueError("a text too long for what is in it")
+            if len(outside) > MAX_OUTSIDE:
+                raise ValueError("too much besides texts")
+    if inside:
+        raise ValueError("not JSON")
     if sum(outside.count(mark) for mark in (b"[", b"]", b"{", b"}", b",", b":")) > MAX_MARKS:
         raise ValueError("too many values")
     brackets = outside.translate(None, _NO_BRACKETS)
@@ -79,5 +84,13 @@ def _check_size(content: bytes | bytearray) -> None:
         raise ValueError("nested too deep")
 
 
-def _is_plain(text: bytes | bytearray) -> bool:
-    return text.isascii() and b"\\u" not in text
+def _without_escapes(content: bytes | bytearray) -> Iterator[bytes | bytearray]:
+    """The same in pieces, for a copy of all of it is much, without backslashes that are escaped and then without quotes
+    that are: each quote that is left begins or ends a string.
+    """
+    lone = b""
+    for start in range(0, len(content), PIECE_BYTES):
+        piece = (lone + content[start : start + PIECE_BYTES]).replace(rb"\\", b"")
+        lone = b"\\" if piece.endswith(b"\\") else b""  # what it escapes is in the next piece
+        yield piece.removesuffix(lone).replace(rb"\"", b"")
+    yield lone
