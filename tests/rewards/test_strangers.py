@@ -303,8 +303,11 @@ class TestCarelessClients:
 
     def test_that_never_finish_a_body_hold_nobody_up(self, served: Served):
         with ExitStack() as held, bounded(served, "slow bodies"):
+            silent = [held.enter_context(served.connect()) for _ in range(served.size.slow)]
+            for each in silent:
+                each.sendall(served.head(2**20))
             made = served.drip(held, served.head(2**27) + b'{"version": 1, "items": ["')
-            until(lambda: all(map(closed, made)))
+            until(lambda: all(map(closed, [*made, *silent])))
 
     def test_that_stop_within_a_large_body_hold_up_no_large_ones(self, served: Served):
         body = request_of([{"prompt": "x" * 50_000, "png": picture(8, 8)}] * 8)

@@ -365,13 +365,17 @@ def test_evaluations_by_other_settings_are_compared_with_none(tmp_path: Path, ca
     assert not data["watch"]["signs"]
 
 
-def test_a_run_of_before_with_other_settings_is_evaluated_anew(tmp_path: Path):
+def test_a_run_of_before_goes_on_with_its_evaluations_where_it_asks_the_same(tmp_path: Path):
     """Version 0.1.0 did not write down what its evaluations asked."""
     run = shutil.copytree(Path(__file__).parents[1] / "golden" / "run_0_1_0", tmp_path / "x")
-    trainer.train(read_config(run / "config.yaml", ["train.epochs=3", "eval.num_prompts=6"]), resume=run)
-    *earlier, again, _ = rows = read_evaluations(run)
-    assert again["epoch"] == earlier[-1]["epoch"]
-    assert again["protocol"] == rows[-1]["protocol"] not in {row["protocol"] for row in earlier}
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=3"]), resume=run)
+    *earlier, last = same = read_evaluations(run)
+    assert [row["epoch"] for row in same] == sorted({row["epoch"] for row in same}), "none was made again"
+    assert {row["protocol"] for row in earlier} == {last["protocol"]}
+    trainer.train(read_config(run / "config.yaml", ["train.epochs=4", "eval.num_prompts=6"]), resume=run)
+    *_, again, last = read_evaluations(run)
+    assert again["epoch"] == same[-1]["epoch"]
+    assert again["protocol"] == last["protocol"] != same[-1]["protocol"]
 
 
 def test_a_broken_sheet_is_a_warning_on_all_processes(tmp_path: Path):

@@ -273,6 +273,18 @@ def test_an_interrupt_while_the_run_saves_itself(tmp_path: Path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no terminals that hang up")
+def test_a_second_hangup_cuts_nothing_short():
+    """A shell passes on the one that the terminal has sent; it is no sign of impatience, as a second Ctrl-C is."""
+    for second, reached in ((signal.SIGHUP, True), (signal.SIGINT, False)):
+        together, seen = Coordinator(Accelerator(cpu=True)), []
+        with together.handling_signals(), pytest.raises(KeyboardInterrupt), together.uninterruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), second)
+            seen.append(second)
+        assert bool(seen) is reached
+
+
 @pytest.mark.parametrize(("environment", "expected"), [({}, False), ({"ACCELERATE_USE_FSDP": "true"}, True)])
 def test_nobody_else_hears_that_weights_are_to_be_split(monkeypatch, environment: dict[str, str], expected: bool):
     """With accelerate's flags on, transformers would load empty text encoders on all ranks but the first."""
