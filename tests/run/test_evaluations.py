@@ -251,12 +251,16 @@ def test_an_evaluation_that_was_undone_is_not_the_best(tmp_path: Path):
     assert json.loads((run / "summary.json").read_text())["best"]["value"] < 50
 
 
-def test_a_reward_that_is_turned_round_has_a_best_of_its_own(tmp_path: Path):
+def test_a_reward_that_is_turned_round_has_a_best_of_its_own(tmp_path: Path, capsys):
     """The lowest; and the highest stay beside them, and are the best again once that is what is asked for."""
     story = Story(tmp_path, [0.0, 5.0, 3.0, -4.0, -2.0, 2.0], every=1)
     run, folder = tmp_path / "x", tmp_path / "x" / "checkpoints"
     assert story.goes_on(2, math.inf)
     assert best_of(run) == (1, 5.0)
+    said = {
+        4: "place was lowest after 3 epochs, -4.0000 (now -2.0000): ",
+        5: "place was highest after 1 epochs, 5.0000 (now 2.0000): ",
+    }
     for epochs, weight, best, aside in ((4, -1, (3, -4.0), "place"), (5, 1, (1, 5.0), "-place")):
         more = [f"train.epochs={epochs}", f"rewards.place.weight={weight}"]
         with story.told():
@@ -265,6 +269,7 @@ def test_a_reward_that_is_turned_round_has_a_best_of_its_own(tmp_path: Path):
         assert problem_with(folder / "best") is None
         assert json.loads((run / "summary.json").read_text())["best"]["epoch"] == best[0]
         assert [read_header(path)["by"] for path in folder.glob("best_epoch_*")] == [aside]
+        assert f"{said[epochs]}{folder / 'best'}" in capsys.readouterr().err
     assert story.goes_on(6, math.inf)
 
 
@@ -296,15 +301,20 @@ def test_a_file_of_a_file_manager_is_no_damage(tmp_path: Path):
     assert list(folder.rglob(".DS_Store")), "what is not the run's stays"
 
 
-def test_fewer_pictures_in_between_are_a_curve_of_their_own(tmp_path: Path):
+def test_fewer_pictures_in_between_are_a_curve_of_their_own(tmp_path: Path, capsys):
     """An evaluation of all pictures holds the numbers of those that every evaluation has, and the best is by these."""
-    few = ["eval.num_prompts=8", "eval.num_between=3", "eval.every=1", "train.epochs=3", f"log.dir={tmp_path}"]
-    rows = read_metrics(trainer.train(load_config("mixture", [*TINY, *few])))
+    every = ["eval.every=1", "train.epochs=3", "train.learning_rate=2e-2", "seed=3", f"log.dir={tmp_path}"]
+    rows = read_metrics(
+        trainer.train(load_config("mixture", [*TINY, *every, "eval.num_prompts=8", "eval.num_between=3"]))
+    )
+    said = f"place of the first 3 pictures was highest after 2 epochs, {rows[2]['eval_between/place']:.4f}"
+    assert f"{said} (now {rows[3]['eval_between/place']:.4f})" in capsys.readouterr().err
     all_of_it = [row["epoch"] for row in rows if "eval/place" in row]
     assert all_of_it == [0, 3]
     assert [row["epoch"] for row in rows if "eval_between/place" in row] == [0, 1, 2, 3]
-    same = ["eval.num_prompts=3", "eval.num_between=0", "eval.every=1", "train.epochs=3", f"log.dir={tmp_path}"]
-    alone = read_metrics(trainer.train(load_config("mixture", [*TINY, *same])))
+    alone = read_metrics(
+        trainer.train(load_config("mixture", [*TINY, *every, "eval.num_prompts=3", "eval.num_between=0"]))
+    )
     for row, other in zip(rows, alone, strict=True):
         for name in ("place", "place_stderr", "place_failed", "pictures/dark"):
             assert row[f"eval_between/{name}"] == other[f"eval/{name}"]

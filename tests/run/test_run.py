@@ -274,15 +274,20 @@ def test_an_interrupt_while_the_run_saves_itself(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no terminals that hang up")
-def test_a_second_hangup_cuts_nothing_short():
+@pytest.mark.parametrize(("second", "cut_short"), [("SIGHUP", False), ("SIGINT", True)])
+def test_a_second_hangup_cuts_nothing_short(second: str, cut_short: bool):
     """A shell passes on the one that the terminal has sent; it is no sign of impatience, as a second Ctrl-C is."""
-    for second, reached in ((signal.SIGHUP, True), (signal.SIGINT, False)):
-        together, seen = Coordinator(Accelerator(cpu=True)), []
-        with together.handling_signals(), pytest.raises(KeyboardInterrupt), together.uninterruptible():
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), second)
-            seen.append(second)
-        assert bool(seen) is reached
+    together, saved = Coordinator(Accelerator(cpu=True)), list[str]()
+
+    def save() -> None:
+        with together.handling_signals(), together.uninterruptible():
+            for name in ("SIGHUP", second):
+                os.kill(os.getpid(), getattr(signal, name))
+            saved.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    assert bool(saved) is not cut_short
 
 
 @pytest.mark.parametrize(("environment", "expected"), [({}, False), ({"ACCELERATE_USE_FSDP": "true"}, True)])

@@ -21,8 +21,12 @@ run that learns (on the scenes to a fifth of their first diversity), so much les
 
 def of(row: Mapping[str, Any], name: str) -> float | None:
     """A number of an evaluation, over the prompts that all evaluations of the run have: others are another question."""
-    among = row.get(f"eval_between/{name}")
-    return row.get(f"eval/{name}") if among is None else among
+    return row.get(f"eval_between/{name}" if is_between(row, name) else f"eval/{name}")
+
+
+def is_between(row: Mapping[str, Any], name: str) -> bool:
+    """Whether that number is over some of the prompts: the first, which every evaluation has."""
+    return row.get(f"eval_between/{name}") is not None
 
 
 def evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:

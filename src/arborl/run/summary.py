@@ -14,7 +14,7 @@ from .evaluations import Evaluations
 from .folder import seconds_by_stage
 from .logger import Logger
 from .paths import BEFORE_AFTER, BEST, CHECKPOINTS, SAMPLES, SUMMARY, TREES, epoch_files, epoch_name
-from .reward_hacking import of
+from .reward_hacking import is_between, of
 
 
 def write_summary(
@@ -46,12 +46,15 @@ def write_summary(
     split = sorted(seconds_by_stage(rows).items(), key=lambda item: -item[1])
     logger.say(f"{summary['seconds']:.0f} s: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split))
     numbers = [summary[f"eval_{when}"] for when in ("before", "before_stderr", "after", "after_stderr")]
-    shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
+    shown = [_four_digits(number) for number in numbers]
     logger.say(f"{reward} on {prompts}: {shown[0]} ± {shown[1]} before, {shown[2]} ± {shown[3]} after {epochs} epochs")
     if top and top["epoch"] not in (0, epochs):
         where = logger.folder / CHECKPOINTS / BEST
         kept = where if where.is_dir() and read_header(where)["epoch"] == top["epoch"] else "not kept"
-        logger.say(f"{best_by} was highest after {top['epoch']} epochs, {of(top, best_by):.4f}: {kept}")
+        which = f" of the first {evaluations.config.eval.num_between} pictures" if is_between(top, best_by) else ""
+        how = "lowest" if rewards.directions[best_by] < 0 else "highest"
+        then, now = _four_digits(of(top, best_by)), _four_digits(of(rows[-1], best_by))
+        logger.say(f"{best_by}{which} was {how} after {top['epoch']} epochs, {then} (now {now}): {kept}")
     _show(logger, epochs, evaluations)
     try:
         logger.say(f"all of it on one page: {write_report(logger.folder, summary=summary)}")
@@ -59,6 +62,10 @@ def write_summary(
         logger.warn_once(f"no report was written ({error})")
     write_atomically(logger.folder / SUMMARY, json.dumps(summary, indent=1))
     logger.say(f"metrics, pictures, trees and checkpoints: {logger.folder}")
+
+
+def _four_digits(number: float | None) -> str:
+    return "–" if number is None else f"{number:.4f}"
 
 
 def _show(logger: Logger, epochs: int, evaluations: Evaluations) -> None:
