@@ -145,8 +145,21 @@ class TestEnvironment:
             self.refused(file)
             file.write_text(yaml.safe_dump({"defaults": ["other", "_self_"]}))
             self.refused(file)
-        file.write_text(yaml.safe_dump({"defaults": ["mixture"], "hydra": {"searchpath": [f"file:///tmp/{asks}"]}}))
+        (tmp_path / "model").mkdir()
+        inner = yaml.safe_dump({"defaults": [asks]})
+        for entry, named in (({"/model": "mine"}, "mine"), ({"/model": "scenes"}, "scenes"), ("/model/mine", "mine")):
+            (tmp_path / "model" / f"{named}.yaml").write_text(inner)
+            file.write_text(yaml.safe_dump({"defaults": ["tree", "_self_", entry]}))
+            self.refused(file)
+        file.write_text(yaml.safe_dump({"defaults": ["tree", "_self_"]}))  # which names model/scenes, here another one
         self.refused(file)
+        file.write_text(yaml.safe_dump({"defaults": ["tree", {" ": "x"}]}))
+        with pytest.raises(InputError):
+            load_config(str(file))
+        assert OmegaConf.create({"a": asks}).a == SECRET, "who imports ArboRL resolves as before"
+        (tmp_path / "model" / "scenes.yaml").unlink()
+        file.write_text(yaml.safe_dump({"defaults": ["mixture"], "hydra": {"searchpath": [f"file:///tmp/{asks}"]}}))
+        assert SECRET not in str(load_config(str(file)))  # the search path is ours
         file.write_text(yaml.safe_dump({"defaults": ["tree"], "prompts": {"path": asks}}))
         self.refused(file, "model.path=${prompts.path}")
         file.write_text(yaml.safe_dump({"eval": {"num_between": f"${{oc.decode:{asks}}}"}, "run_name": "x"}))

@@ -378,11 +378,25 @@ class TestCarelessClients:
             assert served.post_at_once(body) == {(400, "item 0: a picture's file has much else than its pixels")}
 
     @pytest.mark.parametrize("letter", ["🌳", "\\ud83c\\udf33"])
-    def test_texts_that_python_would_hold_four_times_are_refused(self, served: Served, letter: str):
-        body = f'{{"version": 1, "items": ["{letter}{"a" * 60_000_000}"]}}'.encode()
+    @pytest.mark.parametrize("others", ["aa", "\\\\"])
+    def test_texts_that_python_would_hold_four_times_are_refused(self, served: Served, letter: str, others: str):
+        body = f'{{"version": 1, "items": ["{letter}{others * 30_000_000}"]}}'.encode()
         with bounded(served, "60 MB of text behind a tree"):
             found = served.post_at_once(body)
         assert found == {(400, "the request cannot be read: a text too long for what is in it")}
+
+    @pytest.mark.parametrize("pair", ["aé", "é\\n"])
+    def test_letters_besides_ascii_are_few(self, served: Served, pair: str):
+        column = {"a": pair * 64_000, "b": pair * 64_000}
+        item = {"id": 0, "prompt": "", "png": picture(8, 8), "columns": column}
+        body = json.dumps({"version": 1, "items": [item]}, ensure_ascii=False).encode()
+        with bounded(served, f"128,000 {pair!r}"):
+            assert served.post_at_once(body) == {(200, "")}
+        with bounded(served, f"too many {pair!r}"):
+            found = served.post_at_once(
+                body.replace(b'"version"', f'"more": "{pair * 64_000 * 3}", "version"'.encode())
+            )
+        assert found == {(400, "the request cannot be read: too much besides ASCII")}
 
     @pytest.mark.parametrize("what", ["[],", "[", '{"a":', '"",', "0,"])
     def test_json_that_makes_gigabytes_of_objects_is_refused(self, served: Served, what: str):

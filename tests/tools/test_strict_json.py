@@ -32,7 +32,21 @@ def test_is_what_it_is_to_anyone(value: Any, ascii_only: bool, indent: int | Non
 def test_quotes_that_end_a_text_are_found_in_pieces_of_any_size(content: bytes, piece: int):
     with patch("arborl.tools.strict_json.PIECE_BYTES", piece):
         found = b"".join(_without_escapes(content))
-    assert found == content.replace(rb"\\", b"").replace(rb"\"", b"")
+    assert found == content.replace(rb"\\", b"__").replace(rb"\"", b"__")
+
+
+@given(st.text('\\"éu0a', max_size=12), pieces)
+def test_texts_are_what_they_are_to_anyone(text: str, piece: int):
+    """Also with what nobody escapes."""
+    body = f'"{text}"'.encode()
+    try:
+        value = json.loads(body)
+    except ValueError:
+        with pytest.raises(ValueError), patch("arborl.tools.strict_json.PIECE_BYTES", piece):
+            strict_json(body)
+    else:
+        with patch("arborl.tools.strict_json.PIECE_BYTES", piece):
+            assert strict_json(body) == value
 
 
 @given(st.binary(max_size=40) | texts.map(str.encode), pieces)

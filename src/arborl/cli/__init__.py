@@ -23,8 +23,22 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(settle(ending.code) if isinstance(ending.code, int) else ending.code)
 
 
+def _check_launcher() -> None:
+    """What a launcher says of its processes is numbers, or as good as not there where it is empty."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not (text := os.environ.get(name, "0").strip()):
+            del os.environ[name]
+        elif not (text.isascii() and text.isdecimal()):
+            click.echo(
+                f"error: {name}={one_line(text)[:60]}: is no number; allowed: what a launcher sets, or nothing",
+                err=True,
+            )
+            sys.exit(2)
+
+
 def _run(arguments: list[str] | None) -> NoReturn:
     """A command, with one line for what a user can mend."""
+    _check_launcher()
     rank, several = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")) > 1
     on = f" on rank {rank}" if rank else ""
     if several:

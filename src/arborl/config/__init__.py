@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..core.errors import InputError, shortened
 from .bounds import check_bounds, check_path, check_text, kind_of, nearest
-from .interpolation import check_interpolations, literal
+from .interpolation import check_interpolations, literal, only_named_variables
 from .schema import Config, RewardConfig
 
 RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
@@ -145,7 +145,8 @@ def _compose_in(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig
     GlobalHydra.instance().clear()
     # Without `_self_` in its defaults list a file's own settings come last, which needs no warning.
     quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
-    with quiet, initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+    own = only_named_variables(f"{folder / name}.yaml")
+    with quiet, own, initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return compose(config_name=name, overrides=list(overrides))
 
 
@@ -156,7 +157,7 @@ def _locate(name: str) -> tuple[Path, str, list[str]]:
             raise InputError("--config-name", name, "there is no such file")
         if path.suffix != ".yaml":
             raise InputError("--config-name", name, "Hydra knows a file by its ending", f"{path.stem}.yaml")
-        _check_file(path, set())
+        _check_yaml("--config-name", path)
         return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
     if name not in presets():
         raise InputError("--config-name", name, f"no such preset{nearest(name, presets())}", ", ".join(presets()))
@@ -172,25 +173,6 @@ def _check_yaml(key: str, path: Path) -> None:
         raise InputError(key, path, "holds no settings", "yaml with a key and a value a line")
     if _values(document, {}) > MOST_VALUES:
         raise InputError(key, path, "its aliases make it too large", f"at most {MOST_VALUES} values")
-
-
-def _check_file(path: Path, seen: set[Path]) -> None:
-    """A yaml file of the user's own and those beside it that its defaults list names: Hydra resolves what stands there
-    before anyone can look at it.
-    """
-    if path in seen or not path.is_file():
-        return
-    seen.add(path)
-    _check_yaml("--config-name", path)
-    settings = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    check_interpolations("", settings)
-    defaults = settings.get("defaults") if isinstance(settings, dict) else None
-    for entry in defaults if isinstance(defaults, list) else ():
-        pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
-        for group, name in pairs:
-            place = str(group).split()[-1].split("@")[0] if group else ""
-            for each in name if isinstance(name, list) else [name]:
-                _check_file(path.parent / place / f"{str(each).split('@')[0].removesuffix('.yaml')}.yaml", seen)
 
 
 def _values(node: yaml.Node, known: dict[int, float]) -> float:

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
-from omegaconf import grammar_parser
+from omegaconf import OmegaConf, grammar_parser
 from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
+from omegaconf.resolvers import oc
 
 from ..core.errors import InputError
 
@@ -16,6 +18,7 @@ ENVIRONMENT = (
 """Variables of the environment that settings may name as ${oc.env:NAME}: folders and jobs. Settings are resolved into
 config.yaml, onto the report's page and into addresses, and a yaml file may be anyone's: no other one is read for it.
 """
+ALLOWED = f"${{some.setting}}, ${{now:…}}, or ${{oc.env:NAME}} of {', '.join(ENVIRONMENT)}"
 MAY_RESOLVE = re.compile(rf"\$\{{\s*(oc\.env:\s*({'|'.join(ENVIRONMENT)})\s*(,.*)?|now:[^$]*)\}}", re.DOTALL)
 
 
@@ -33,8 +36,7 @@ def check_interpolations(key: str, value: Any) -> None:
     elif isinstance(value, str):
         for called in _resolvers(value) if "${" in value else ():
             if not MAY_RESOLVE.fullmatch(called):
-                allowed = f"${{some.setting}}, ${{now:…}}, or ${{oc.env:NAME}} of {', '.join(ENVIRONMENT)}"
-                raise InputError(key, value, f"{called} is nothing that settings may ask for", allowed)
+                raise InputError(key, value, f"{called} is nothing that settings may ask for", ALLOWED)
 
 
 def _resolvers(text: str) -> Iterator[str]:
@@ -45,6 +47,29 @@ def _resolvers(text: str) -> Iterator[str]:
         if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
             yield node.getText()
         nodes += getattr(node, "children", None) or []
+
+
+@contextmanager
+def only_named_variables(file: str) -> Iterator[None]:
+    """What Hydra resolves inside, in the defaults lists of files, is held to the same before it stands in an error."""
+    refused: list[InputError] = []
+
+    def named(name: str, *default: Any) -> Any:
+        if name not in ENVIRONMENT:
+            problem = f"${{oc.env:{name}}} is nothing that settings may ask for"
+            refused.append(InputError("--config-name", file, problem, ALLOWED))
+            raise refused[0]
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", named, replace=True)
+    try:
+        yield
+    except Exception:
+        if refused:
+            raise refused[0] from None
+        raise
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def literal(value: Any) -> Any:

@@ -117,7 +117,10 @@ class Rewards:
         """
         scores: dict[str, Tensor] = {}
         failed: dict[str, Failures] = {}
-        broken = ~images.flatten(1).isfinite().all(1).cpu()  # a picture that is none gets no score
+        broken = ~images.flatten(1).isfinite().all(1).cpu()
+        if broken.any():  # a picture that is none gets no score, and no reward is to stumble over it
+            images = images.clone()
+            images[broken] = 0
         for name, function in self.functions.items():
             try:
                 answer = function(images.clone(), list(prompts), deepcopy(dict(columns)))

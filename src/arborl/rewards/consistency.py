@@ -25,7 +25,7 @@ class Consistency(NamedTuple):
     spread: float  # standard deviation between the pictures
     chance: float  # largest difference between two equal calls
     company: float  # and to the same pictures in another order, or alone
-    least: float  # smallest difference of a picture's between two equal calls
+    least: float  # smallest difference of a picture's between two equal calls, of those with a score
 
     @property
     def peak(self) -> float:
@@ -93,22 +93,23 @@ def examine(ask: Callable[[list[int]], Float[Tensor, " n"]], count: int) -> Cons
     turned, alone = in_company()
     known = scores[~scores.isnan()]
     spread = float(known.std(correction=0)) if len(known) else 0.0
-    company, least = max(_far(scores, turned), _far(scores[some], alone)), float(_apart(scores, again).min())
-    found = Consistency(scores, spread, _far(scores, again), company, least)
+    twice = _differences(scores, again)[~(scores.isnan() & again.isnan())]
+    chance, least = (float(twice.max()), float(twice.min())) if len(twice) else (0.0, 0.0)
+    found = Consistency(scores, spread, chance, max(_far(scores, turned), _far(scores[some], alone)), least)
     if not found.noise or found.by_chance:
         return found
     turned_again, alone_again = in_company()
     return found._replace(chance=max(found.chance, _far(turned, turned_again), _far(alone, alone_again)))
 
 
-def _apart(one: Tensor, two: Tensor) -> Tensor:
+def _differences(one: Tensor, two: Tensor) -> Tensor:
     """The differences: none where both have no score, and no end of it where one of them has."""
     lone = one.isnan() != two.isnan()
     return (one - two).abs().nan_to_num(0).masked_fill(lone, torch.inf)
 
 
 def _far(one: Tensor, two: Tensor) -> float:
-    return float(_apart(one, two).max())
+    return float(_differences(one, two).max())
 
 
 EXPOSURES = 1.0, 0.75, 0.5

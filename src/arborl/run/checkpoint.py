@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,45 +159,39 @@ def evaluation_of_best(run: Path) -> Mapping[str, Any] | None:
     return next((row for row in reversed(read_evaluations(run)) if row["epoch"] == head["epoch"]), None)
 
 
-Match = Callable[[Mapping[str, Any] | None, str | None], bool]
-"""Whether weights that were chosen by an evaluation and a measure match today's; what is not known is None."""
+class Best(NamedTuple):
+    """Weights that are a run's best, or were by another measure."""
+
+    path: Path
+    evaluation: Mapping[str, Any] | None  # that chose them, where it is known
+    by: str | None  # the measure; version 0.1.0 did not write it down
 
 
-def set_aside_best(run: Path, is_match: Match) -> Path | None:
-    """Before others take the place of a run's best weights: those that are no match stay, by the epoch they are of."""
-    kept = run / CHECKPOINTS / BEST
-    if not kept.is_dir() or is_match(evaluation_of_best(run), read_header(kept).get("by")):
-        return None
-    return _set_aside(kept)
+def kept_best(run: Path) -> Best | None:
+    path = run / CHECKPOINTS / BEST
+    return Best(path, evaluation_of_best(run), read_header(path).get("by")) if path.is_dir() else None
 
 
-def bring_back_best(run: Path, is_match: Match, score: Callable[[Mapping[str, Any]], float]) -> str | None:
-    """Where the best weights are no match, or there are none, but among those that were set aside some are: the best of
-    these stand in their place again. Returns the name they had.
-    """
-    folder = run / CHECKPOINTS
-    kept = folder / BEST
-    if kept.is_dir() and is_match(evaluation_of_best(run), read_header(kept).get("by")):
-        return None
-    found: list[tuple[float, Path]] = []
-    for path in sorted(folder.glob(f"{BEST}_epoch_*")):
-        if SET_ASIDE.fullmatch(path.name) and _is_removable(path) and problem_with(path) is None:
+def bests_set_aside(run: Path) -> list[Best]:
+    """Those that made way for others by another measure, as far as they are sound."""
+    found: list[Best] = []
+    for path in sorted((run / CHECKPOINTS).iterdir()):
+        if SET_ASIDE.fullmatch(path.name) and kind_of(path) == "folder" and problem_with(path) is None:
             head = read_header(path)
-            if head.get("by") and is_match(head.get("evaluation"), head["by"]):
-                found.append((score(head["evaluation"]), path))
-    if not found:
-        return None
-    _, best = max(found)
-    if kept.is_dir():
-        _set_aside(kept)
-    best.rename(kept)
-    return best.name
+            found.append(Best(path, head.get("evaluation"), head.get("by")))
+    return found
 
 
-def _set_aside(kept: Path) -> Path:
-    name = f"{BEST}_{epoch_name(read_header(kept)['epoch'])}"
-    free = (kept.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
-    return kept.rename(next(path for path in free if kind_of(path) is None))
+def set_aside(best: Best) -> Path:
+    """Put the best weights where others do not replace them, by the epoch they are of."""
+    name = f"{BEST}_{epoch_name(read_header(best.path)['epoch'])}"
+    free = (best.path.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
+    return best.path.rename(next(path for path in free if kind_of(path) is None))
+
+
+def bring_back(best: Best) -> Best:
+    """Weights that were set aside in the place of the best, which is free."""
+    return best._replace(path=best.path.rename(best.path.with_name(BEST)))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -231,9 +225,7 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def quarantine(path: Path, why: str = "damaged") -> Path:
     """Put a checkpoint where nobody takes it for one, as `<why>_<name>`, and in the place of an earlier one there."""
-    if _is_foreign(path):
-        problem = f"{path.name} is there already, and no checkpoint"
-        raise InputError("run", path.parent, problem, "the run without it")
+    check_not_foreign(path)
     name = f"{why}_{path.name}"
     with scratch(path.parent) as outer:
         if _is_removable(path.with_name(name)):
@@ -406,12 +398,12 @@ def _is_of(path: Path) -> bool:
         return False
 
 
-def _is_foreign(path: Path) -> bool:
-    """Whether something else than a checkpoint bears the name of one. An empty folder may be what is left of one."""
-    if kind_of(path) != "folder":
-        return kind_of(path) is not None
-    names = {entry.name for entry in path.iterdir()}
-    return bool(names) and not names & {SUMS, HEADER}
+def check_not_foreign(path: Path) -> None:
+    """An error if something else than a checkpoint bears the name of one; an empty folder may be what is left of it."""
+    kind = kind_of(path)
+    names = {entry.name for entry in path.iterdir()} if kind == "folder" else set()
+    if kind not in (None, "folder") or (names and not names & {SUMS, HEADER}):
+        raise InputError("run", path.parent, f"{path.name} is there already, and no checkpoint", "the run without it")
 
 
 def _sums(files: list[Path]) -> dict[str, str]:

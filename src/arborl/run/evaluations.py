@@ -19,11 +19,11 @@ from ..engine.evaluate import Evaluation
 from ..rewards import Rewards
 from ..tools.files import write_atomically
 from ..tools.finite_json import finite_json
-from .checkpoint import bring_back_best, evaluation_of_best, set_aside_best
+from .checkpoint import Best, bests_set_aside, bring_back, evaluation_of_best, kept_best, set_aside
 from .drawings import BROKEN_SHEET, check_png, sheet
 from .folder import finite, flat, read_evaluations, with_absolute_paths, without_evaluation
 from .logger import Logger
-from .paths import SAMPLES, epoch_name
+from .paths import CHECKPOINTS, SAMPLES, epoch_name
 from .reward_hacking import best, hacking, of
 
 SaveBest = Callable[[Mapping[str, Any], str], None]
@@ -108,13 +108,12 @@ class Evaluations:
     def look_at(self, row: Mapping[str, Any], save_best: SaveBest) -> None:
         """What follows from an evaluation of the weights as they are, made now or before the run was cut off."""
         is_best = False
-        with self.coordinator.independent():
+        with self.coordinator.independent(), self.logger.writing():
             if self.accelerator.is_main_process:
-                if back := bring_back_best(self.logger.folder, self._is_match, self._score):
-                    self.logger.say(f"checkpoints/{back} is the best by today's measure again")
-                is_best = self._beats_the_kept(row)
-                if is_best and (aside := set_aside_best(self.logger.folder, self._is_match)):
-                    self.logger.say(f"checkpoints/best was chosen by another measure; it is kept as {aside.name}")
+                kept = self._best_so_far()
+                is_best = self._beats(row, kept)
+                if is_best and kept and not self._is_match(kept):
+                    self._set_aside(kept)
         if any_rank(is_best, self.accelerator):
             save_best(row, self.measure)
         self._watch(row)
@@ -172,38 +171,56 @@ class Evaluations:
         """The reward, and whether less of it is better."""
         return f"-{self.best_by}" if self.rewards.directions[self.best_by] < 0 else self.best_by
 
-    def _score(self, row: Mapping[str, Any]) -> float:
-        return self.rewards.directions[self.best_by] * (of(row, self.best_by) or 0.0)
-
-    def _is_match(self, row: Mapping[str, Any] | None, by: str | None) -> bool:
+    def _is_match(self, weights: Best) -> bool:
         """Whether weights were chosen as they are now: by comparable evaluations and by the same measure."""
-        return row is not None and self.comparable(row) and by in (None, self.measure)
+        row = weights.evaluation
+        known = row is not None and self.comparable(row) and of(row, self.best_by) is not None
+        return known and weights.by in (None, self.measure)
 
     def best(self) -> Mapping[str, Any] | None:
         """The best evaluation there was: of the run's epochs, or of the weights that are kept as the best, whose epoch
         may have been undone. Those by other prompts, pictures or rewards are no match for it.
         """
-        rows = [*filter(None, [self._kept()]), *self.made()]
-        return best(rows, self.best_by, self.rewards.directions[self.best_by])
+        return self._top([evaluation_of_best(self.logger.folder), *self.made()])
+
+    def _top(self, rows: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """The best of some evaluations, as far as they can be compared."""
+        some = [row for row in rows if row is not None and self.comparable(row)]
+        return best(some, self.best_by, self.rewards.directions[self.best_by])
 
     def made(self) -> list[dict[str, Any]]:
         """The evaluations of the run's epochs, as far as they can be compared with those of now."""
         rows = read_evaluations(self.logger.folder)
         return [row for row in rows if "undone" not in row and self.comparable(row)]
 
-    def _beats_the_kept(self, row: Mapping[str, Any]) -> bool:
+    def _best_so_far(self) -> Best | None:
+        """The weights that are kept as the best. Where they were chosen by another measure, or there are none, better
+        ones of those that were set aside take their place.
+        """
+        kept = kept_best(self.logger.folder)
+        if (kept and self._is_match(kept)) or not (self.logger.folder / CHECKPOINTS).is_dir():
+            return kept
+        matching = [one for one in bests_set_aside(self.logger.folder) if one.by and self._is_match(one)]
+        top = self._top([one.evaluation for one in [kept, *matching] if one])
+        better = next((one for one in matching if one.evaluation is top), None)
+        if better is None:
+            return kept
+        if kept:
+            self._set_aside(kept)
+        self.logger.say(f"checkpoints/{better.path.name} is the best by today's measure again")
+        return bring_back(better)
+
+    def _set_aside(self, kept: Best) -> None:
+        name = set_aside(kept).name
+        self.logger.say(f"checkpoints/best was chosen by another measure; it is kept as {name}")
+
+    def _beats(self, row: Mapping[str, Any], kept: Best | None) -> bool:
         """Whether the weights of an evaluation are to be kept: they are better than those that are, and than the
         untrained ones, which the model has. What else was better is gone.
         """
-        untrained = [one for one in read_evaluations(self.logger.folder) if one["epoch"] == 0 and self.comparable(one)]
-        others = [*untrained, *filter(None, [self._kept()])]
-        top = best([*others, row], self.best_by, self.rewards.directions[self.best_by])
-        return row["epoch"] > 0 and top is row
+        untrained = [one for one in read_evaluations(self.logger.folder) if one["epoch"] == 0]
+        return row["epoch"] > 0 and self._top([*untrained, kept.evaluation if kept else None, row]) is row
 
     def comparable(self, row: Mapping[str, Any]) -> bool:
         """Whether an evaluation asked what evaluations ask now."""
-        return row.get("protocol") == self.protocol and of(row, self.best_by) is not None
-
-    def _kept(self) -> Mapping[str, Any] | None:
-        kept = evaluation_of_best(self.logger.folder)
-        return kept if kept and self.comparable(kept) else None
+        return row.get("protocol") == self.protocol

@@ -16,6 +16,7 @@ from ..core.errors import InputError
 from ..tools.files import fsync, kind_of, remove_abandoned, scratch, write_atomically
 from ..tools.finite_json import finite_json
 from .paths import (
+    BEFORE_AFTER,
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,
@@ -260,6 +261,7 @@ def check_own_files(folder: Path, epoch: int) -> list[Path]:
             problem = f"its {path.name} is a {kind_of(path)}, where the run has a folder"
             raise InputError("run", folder, problem, "a folder; the run's own folder, or log.dir, may be a link")
     own = [folder / name for name in (CONFIG, METRICS, EVALUATIONS, SUMMARY, REPORT, ENVIRONMENT, LOCK)]
+    own.append(folder / SAMPLES / BEFORE_AFTER)
     # An evaluation is of the weights that its epoch starts from: this epoch's are these.
     repeated = [
         path

@@ -1,5 +1,6 @@
 """The configuration and weights a command is pointed at: a preset, or a run's own settings and weights."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -149,6 +150,6 @@ def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -
 
 def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     """A run's folder, or one of the checkpoints in it."""
-    whole = path if path.parent.name == CHECKPOINTS else path.absolute()  # as in `--run best`, from within
+    whole = path if path.parent.name == CHECKPOINTS else Path(os.path.abspath(path))  # as in `--run best`, from within
     is_checkpoint = whole.parent.name == CHECKPOINTS and not (path / CONFIG).is_file()
     return (whole.parent.parent, whole) if is_checkpoint else (path, None)

@@ -15,7 +15,7 @@ from ..distributed.gather import unequal_weights
 from ..engine.state import State
 from .checkpoint import checkpoints, problem_with, quarantine, save_best, save_checkpoint
 from .logger import Logger
-from .paths import CHECKPOINTS, epoch_name, epoch_of
+from .paths import BEST, CHECKPOINTS, epoch_name, epoch_of
 
 
 @dataclass
@@ -43,17 +43,17 @@ class Saver:
         """A checkpoint of the last whole epoch, by the first rank; where weights are split all of them are needed."""
         if self.enabled:
             folder, main = self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process
-            self._say_where(save_checkpoint(self.state, folder, self.config.log.keep, main))
+            name = epoch_name(self.state.epoch)
+            self._say_where(name, save_checkpoint(self.state, folder, self.config.log.keep, main))
 
     def save_best(self, evaluation: Mapping[str, Any], by: str) -> None:
         if self.enabled:
             folder, main = self.logger.folder / CHECKPOINTS, self.accelerator.is_main_process
-            with self.saving():
-                self._say_where(save_best(self.state, folder, evaluation, by, main))
+            with self.coordinator.independent():  # whatever fails here, the epoch can be saved before all leave
+                self._say_where(BEST, save_best(self.state, folder, evaluation, by, main))
 
-    def _say_where(self, put_aside: Path | None) -> None:
+    def _say_where(self, name: str, put_aside: Path | None) -> None:
         if put_aside:
-            name = put_aside.name.removeprefix("kept_")
             self.logger.say(f"checkpoint {name} has files that are not the run's; it is kept as {put_aside.name}")
 
     def distrust(self, epoch: int) -> Path | None:

@@ -44,7 +44,15 @@ from ..models import Model, load_model
 from ..models.compile import CACHE_DIR_VARIABLE
 from ..rewards import Rewards
 from ..tools.files import lock
-from .checkpoint import latest_valid, load_checkpoint, problem_with, quarantine, read_header, remove_partial
+from .checkpoint import (
+    check_not_foreign,
+    latest_valid,
+    load_checkpoint,
+    problem_with,
+    quarantine,
+    read_header,
+    remove_partial,
+)
 from .environment import add_start, described, environment, launched_alone, too_slow
 from .evaluations import protocol_before, protocol_of
 from .folder import changes, check_folder, read_metrics, training_seconds, with_absolute_paths, writing
@@ -86,7 +94,7 @@ def _locked(run: Path) -> IO[bytes]:
 
 def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quiet: bool, held: IO[bytes] | None) -> Run:
     with fail_together(accelerator):
-        found = [latest_valid(resume) if resume and accelerator.is_main_process else (None, {})]  # it reads all of it
+        found = [_checkpoint_of(resume) if resume and accelerator.is_main_process else (None, {})]  # it reads all of it
     checkpoint, damaged = broadcast_object_list(found)[0]
     with fail_together(accelerator):
         head = read_header(checkpoint) if checkpoint else {"epoch": 0, "prompts": 0}
@@ -134,6 +142,14 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
     logger.warn_if_wrong(free_disk(config, state.parameters, logger.folder))
     made = parts.model, parts.rewards, parts.prompts.training, parts.prompts.evaluation
     return Run(config, accelerator, *made, state, logger, Coordinator(accelerator, state.sharded), parts.flops)
+
+
+def _checkpoint_of(run: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The one to go on from, and what is wrong with newer ones; what is in the way is told while nothing is changed."""
+    newest, damaged = latest_valid(run)
+    for path in (*damaged, run / CHECKPOINTS / BEST):
+        check_not_foreign(path)
+    return newest, damaged
 
 
 def _other_prompts(before: Config, now: Config) -> InputError:

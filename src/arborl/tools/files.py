@@ -96,9 +96,12 @@ def abandoned(folder: Path, alone: bool = False) -> list[Path]:
 
 
 def remove_abandoned(folder: Path, alone: bool = False) -> None:
-    """Remove these, and nothing else."""
+    """Remove these, and nothing else; who is `alone` also those that were left without a mark, with nothing in them."""
     for left in abandoned(folder, alone):
         _remove_scratch(left)
+    for left in folder.glob(f"{SCRATCH}*") if alone else ():
+        with suppress(OSError):  # not empty, or no folder
+            left.rmdir()
 
 
 def _is_abandoned(mark: Path, alone: bool) -> bool:

@@ -11,13 +11,16 @@ MAX_MARKS, MAX_TEXTS, MAX_DEPTH = 2**19, 2**19, 100
 """Brackets, commas and colons, of which each may become an object of a hundred bytes; strings; brackets in brackets."""
 MAX_WIDE = 2**20
 """Bytes of a string that is not plain ASCII: as Python's it takes up to four times as much."""
-MAX_HIGH = 2**21
-"""Bytes that are not ASCII."""
+MAX_HIGH = 2**19
+"""Bytes that are not ASCII: each text with some of them is written anew."""
 MAX_OUTSIDE = 2**24
 """Bytes outside strings."""
 PIECE_BYTES = 2**20
 """What is looked over at a time."""
-OTHERS = re.compile(rb"[\x80-\xff]+")
+OTHERS = re.compile(rb'[\x80-\xff][^"\\]*+(?:\\.[^"\\]*+)*+')
+"""What is not ASCII, and the rest of its text."""
+NO_ESCAPE = re.compile(rb"\\[\x80-\xff]")
+"""A backslash before what nobody escapes."""
 _HIGH = bytes(range(128, 256))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -52,18 +55,25 @@ def _escaped(content: bytes | bytearray) -> bytes | bytearray:
     """
     if content.isascii():
         return content
-    if len(content) - len(content.translate(None, _HIGH)) > MAX_HIGH:
-        raise ValueError("too much besides ASCII")
-    return OTHERS.sub(lambda some: json.dumps(some[0].decode())[1:-1].encode(), content.removeprefix(codecs.BOM_UTF8))
+    return OTHERS.sub(_in_ascii, content.removeprefix(codecs.BOM_UTF8))
+
+
+def _in_ascii(rest_of_text: re.Match[bytes]) -> bytes:
+    return json.dumps(json.loads(b'"' + rest_of_text[0] + b'"'))[1:-1].encode()
 
 
 def _check_size(content: bytes | bytearray) -> None:
     """Look at what is outside the strings, by searches alone: less than a tenth of the time that parsing takes."""
-    outside, quotes, inside, length, plain = bytearray(), 0, False, 0, True
+    outside, quotes, high, inside, length, plain = bytearray(), 0, 0, False, 0, True
     for piece in _without_escapes(content):
         quotes += piece.count(b'"')
         if quotes > 2 * MAX_TEXTS:
             raise ValueError("too many texts")
+        high += len(piece) - len(piece.translate(None, _HIGH))
+        if high > MAX_HIGH:
+            raise ValueError("too much besides ASCII")
+        if NO_ESCAPE.search(piece):
+            raise ValueError("not JSON")
         for place, part in enumerate(piece.split(b'"')):
             if place:  # a quote stood before it
                 inside, length, plain = not inside, 0, True
@@ -75,7 +85,7 @@ def _check_size(content: bytes | bytearray) -> None:
                 raise ValueError("a text too long for what is in it")
             if len(outside) > MAX_OUTSIDE:
                 raise ValueError("too much besides texts")
-    if inside:
+    if inside or not outside.removeprefix(codecs.BOM_UTF8).isascii():
         raise ValueError("not JSON")
     if sum(outside.count(mark) for mark in (b"[", b"]", b"{", b"}", b",", b":")) > MAX_MARKS:
         raise ValueError("too many values")
@@ -85,12 +95,12 @@ def _check_size(content: bytes | bytearray) -> None:
 
 
 def _without_escapes(content: bytes | bytearray) -> Iterator[bytes | bytearray]:
-    """The same in pieces, for a copy of all of it is much, without backslashes that are escaped and then without quotes
-    that are: each quote that is left begins or ends a string.
+    """The same in pieces, for a copy of all of it is much, with other letters for escaped backslashes and then for
+    escaped quotes: each quote that is left begins or ends a string.
     """
     lone = b""
     for start in range(0, len(content), PIECE_BYTES):
-        piece = (lone + content[start : start + PIECE_BYTES]).replace(rb"\\", b"")
+        piece = (lone + content[start : start + PIECE_BYTES]).replace(rb"\\", b"__")
         lone = b"\\" if piece.endswith(b"\\") else b""  # what it escapes is in the next piece
-        yield piece.removesuffix(lone).replace(rb"\"", b"")
+        yield piece.removesuffix(lone).replace(rb"\"", b"__")
     yield lone
