@@ -204,7 +204,13 @@ def test_a_run_that_goes_on_writes_through_no_link_and_into_no_folder_of_others(
 ):
     run, kinds = Path("runs/x"), cycle(KINDS[1:])
     names = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "report.html", ".lock", ".lock")
-    for name in (*names, "trees/epoch_000002.png", "trees/epoch_000003.json", "samples/epoch_000003.png"):
+    for name in (
+        *names,
+        "trees/epoch_000002.png",
+        "trees/epoch_000003.json",
+        "samples/epoch_000003.png",
+        "samples/before_after.png",
+    ):
         shutil.copytree(finished, run)
         (run / name).unlink(missing_ok=True)
         foreign.put(run / name, next(kinds))
@@ -225,8 +231,10 @@ def test_a_run_that_goes_on_writes_through_no_link_and_into_no_folder_of_others(
         shutil.copytree(finished, run)
         shutil.rmtree(run / "checkpoints" / name, ignore_errors=True)
         foreign.put(run / "checkpoints" / name, kind)
+        before = contents(run)
         with foreign.untouched(name):
             refused(capsys, "train", "--resume", run, "train.epochs=4", "log.save_every=1")
+        assert contents(run) == before, "it is as finished as it was"
         foreign.clear()
         shutil.rmtree(run)
     shutil.copytree(finished, run)

@@ -97,6 +97,17 @@ def test_a_slip_of_the_pen_is_one_line(given: list[str], words: list[str], capsy
     assert all(word in said for word in words)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_what_a_launcher_says_is_a_number_or_nothing(name: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    for value in ("", " ", "1" if name.endswith("SIZE") else "0"):
+        monkeypatch.setenv(name, value)
+        assert ended("plan", "-c", "mixture") == 0
+        assert capsys.readouterr().out
+    monkeypatch.setenv(name, "abc")
+    assert ended("plan", "-c", "mixture") == 2
+    assert capsys.readouterr().err == f"error: {name}=abc: is no number; allowed: what a launcher sets, or nothing\n"
+
+
 def test_help_and_version_end_well(capsys):
     assert ended("--version") == 0
     assert arborl.__version__ in capsys.readouterr().out

@@ -111,6 +111,23 @@ class TestExamine:
         assert found.fault
         assert "differently each time" in found.fault[0]
 
+    @given(seeds, st.sets(st.integers(0, 7), max_size=7))
+    def test_pure_chance_is_found_beside_pictures_without_a_score(self, seed: int, without: set[int]):
+        torch.manual_seed(seed)
+
+        def ask(index: list[int]) -> torch.Tensor:
+            scores = torch.rand(len(index), dtype=torch.float64)
+            return scores.masked_fill(torch.tensor([i in without for i in index]), torch.nan)
+
+        found = examine(ask, 8)
+        assert found.least > 0
+        assert bool(found.fault) or len(without) > 4, "few draws may be alike"
+
+    def test_no_score_at_all_is_no_chance(self):
+        found = examine(lambda index: torch.full((len(index),), torch.nan), 3)
+        assert not found.noise
+        assert not found.never_twice
+
     def test_chance_that_shows_late_is_not_taken_for_company(self):
         scores, times = torch.tensor([3.0, 4.0, 5.0], dtype=torch.float64), iter(range(99))
         found = examine(lambda index: scores[index] + 2 * (next(times) == 2), 3)

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import arborl.run.run as run_module
 from arborl import trainer
 from arborl.config import load_config, read_config
+from arborl.core.errors import InputError
 from arborl.data.prompts import Prompts
 from arborl.engine.evaluate import Evaluation
 from arborl.report.data import run_data
@@ -271,6 +273,77 @@ def test_a_reward_that_is_turned_round_has_a_best_of_its_own(tmp_path: Path, cap
         assert [read_header(path)["by"] for path in folder.glob("best_epoch_*")] == [aside]
         assert f"{said[epochs]}{folder / 'best'}" in capsys.readouterr().err
     assert story.goes_on(6, math.inf)
+
+
+class TwoRewards(Story):
+    """What is made up are the scores by two rewards, the same in every part."""
+
+    def __init__(self, folder: Path, place: list[float], brightness: list[float]) -> None:
+        super().__init__(folder, place, every=1)
+        self.brightness = brightness
+
+    def score(self, epoch: int) -> float:
+        return self.scores[epoch]
+
+    def evaluate(self, *given, **named):
+        found = super().evaluate(*given, **named)
+        bright = self.brightness[self.run.state.epoch]
+        failed = {"place": 0, "brightness": 2 if math.isnan(bright) else 0}
+        values = found.values | {"brightness": torch.full((2,), bright)}
+        mean, stderr = found.mean | {"brightness": bright}, found.stderr | {"brightness": 0.0}
+        return replace(found, mean=mean, stderr=stderr, failed=failed, values=values)
+
+    def told_by(self, epochs: int, best_by: str) -> Path:
+        run, more = self.folder / "x", [f"train.epochs={epochs}", f"eval.best={best_by}"]
+        first = [*TINY, "rewards=[place,brightness]", "eval.every=1", f"log.dir={self.folder}", "run_name=x"]
+        with self.told():
+            if run.is_dir():
+                return trainer.train(read_config(run / "config.yaml", more), resume=run)
+            return trainer.train(load_config("mixture", [*first, *more]))
+
+
+@pytest.mark.parametrize(("by_the_way", "best", "aside"), [(6.0, 2, 1), (4.0, 1, 2)])
+def test_what_another_reward_chose_may_be_the_best_by_this_one_too(
+    tmp_path: Path, by_the_way: float, best: int, aside: int, capsys
+):
+    """What was set aside comes back only where it is better."""
+    story = TwoRewards(tmp_path, [0.0, 5.0, by_the_way, 1.0, 2.0], [0.0, 0.0, 9.0, 1.0, 1.0])
+    for epochs, best_by in ((1, "place"), (2, "brightness"), (3, "brightness"), (4, "place")):
+        run = story.told_by(epochs, best_by)
+    assert best_of(run) == (best, story.scores[best])
+    assert [path.name for path in (run / "checkpoints").glob("best_epoch_*")] == [f"best_epoch_{aside:06d}"]
+    assert (
+        f"after {best} epochs, {story.scores[best]:.4f} (now 2.0000): {run}/checkpoints/best" in capsys.readouterr().err
+    )
+
+
+def test_what_was_set_aside_comes_back_with_what_a_user_put_there(tmp_path: Path):
+    story = TwoRewards(tmp_path, [0.0, 5.0, 4.0, 1.0], [0.0, 0.0, 9.0, 1.0])
+    kept = story.told_by(1, "place") / "checkpoints"
+    (kept / "best" / "notes.txt").write_text("mine")
+    story.told_by(2, "brightness")
+    assert (kept / "best_epoch_000001" / "notes.txt").read_text() == "mine"
+    story.told_by(3, "place")
+    assert best_of(tmp_path / "x") == (1, 5.0)
+    assert (kept / "best" / "notes.txt").read_text() == "mine"
+
+
+def test_an_evaluation_that_one_reward_has_no_score_of_is_one_of_the_others(tmp_path: Path):
+    run = TwoRewards(tmp_path, [3.0, 5.0], [math.nan, 1.0]).told_by(1, "brightness")
+    assert json.loads((run / "summary.json").read_text())["eval_before"] == 3.0
+
+
+def test_best_weights_that_cannot_be_written_cost_no_epoch(tmp_path: Path, monkeypatch):
+    """All leave, with a checkpoint of what was learnt."""
+    story = Story(tmp_path, [0.0, 1.0, 2.0], every=1)
+
+    def full(*given: object) -> None:
+        raise InputError("log.dir", tmp_path, "could not write a checkpoint (No space left on device)")
+
+    monkeypatch.setattr("arborl.run.saver.save_best", full)
+    with pytest.raises(InputError, match="could not write"):
+        story.goes_on(4, math.inf)
+    assert [path.name for path in (tmp_path / "x" / "checkpoints").iterdir()] == ["epoch_000001"]
 
 
 def test_a_page_has_the_evaluations_of_ends_that_were_gone_on_from(tmp_path: Path):

@@ -106,15 +106,21 @@ class Undrawn(MixtureModel):
         Undrawn.calls += 1
         pictures = super().decode(latents)
         if Undrawn.calls > AFTER:
-            pictures[: round(SHARE * len(pictures))] = torch.nan
+            pictures[: round(SHARE * len(pictures)), :, 0] = VALUE
         return pictures
 """
 
 
-@pytest.mark.parametrize(("after", "share"), [(3, 0.25), (3, 1.0), (5, 1.0), (6, 1.0)])
-def test_pictures_that_are_not_finite_are_the_decoders_doing(tmp_path: Path, after: int, share: float):
+@pytest.mark.parametrize(
+    ("after", "share", "value"), [(3, 0.25, "inf"), (3, 1.0, "nan"), (5, 1.0, "inf"), (6, 1.0, "nan")]
+)
+def test_pictures_that_are_not_finite_are_the_decoders_doing(tmp_path: Path, after: int, share: float, value: str):
     """Few of them have no score; many end the run, in training as in an evaluation."""
-    (tmp_path / "undrawn.py").write_text(UNDRAWN.replace("AFTER", str(after)).replace("SHARE", str(share)))
+    named = {"AFTER": str(after), "SHARE": str(share), "VALUE": f"torch.{value}"}
+    text = UNDRAWN
+    for name, shown in named.items():
+        text = text.replace(name, shown)
+    (tmp_path / "undrawn.py").write_text(text)
     settings = [*TINY, "sample.num_prompts=2", "train.epochs=2", "log.save_every=1", "model.family=undrawn:Undrawn"]
     ended = forked("train", *settings, cwd=tmp_path)
     if share < 1:

@@ -153,6 +153,16 @@ def test_what_another_machine_makes_is_left_alone_for_a_day(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_whose_maker_was_killed_before_its_mark_goes_where_nobody_else_is(tmp_path: Path):
+    (tmp_path / f"{SCRATCH}empty").mkdir()
+    (tmp_path / f"{SCRATCH}theirs").mkdir()
+    (tmp_path / f"{SCRATCH}theirs" / "keep.txt").write_text("theirs")
+    remove_abandoned(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2, "its maker may be at work"
+    remove_abandoned(tmp_path, alone=True)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{SCRATCH}theirs"]
+
+
 def test_a_lock_is_held_by_one(tmp_path: Path):
     with lock(tmp_path / "lock"), pytest.raises(InputError, match="another process is writing to it"):
         lock(tmp_path / "lock")

@@ -15,8 +15,8 @@ a finite number, null for "no score", or an object of such, the named parts of a
 Ids begin at a number that the client draws for each request, below 2^31: an answer that has other ids, such as a cached
 one or another request's, is none. A server that answers the ids it was given needs nothing else.
 
-Anything else is an error, `{"error": "one line"}`: 400 malformed, 401 wrong token, 408 sent too slowly, 411 without a
-length, 413 too large, 421 not for this machine, 500 the reward failed, 503 busy. 408, 429 and 5xx are worth another
+Anything else is an error, `{"error": "one line"}`: 400 malformed, 401 wrong token, 408 sent too slowly, 411 in
+chunks, 413 too large, 421 not for this machine, 500 the reward failed, 503 busy. 408, 429 and 5xx are worth another
 attempt; the rest are not.
 
 Where the server has a token, every request has the header `Authorization: Bearer <token>`, which is looked at before
@@ -24,10 +24,12 @@ anything else is read. Without one the server answers only where the request's `
 (`localhost`, `127.0.0.1`, `[::1]`): a web page can have its own name point here, but cannot choose another `Host`.
 
 This server's limits, besides those it names: a picture has 2^23 pixels at most, all of a request 2^26. A video has
-2^23, or 4 for each byte of its base64 where that is more; all videos of a request have 4096 frames. JSON is nested
-100 deep at most, and has half a million brackets, commas and colons outside its strings. Requests have a
-`Content-Length`, and a head of 16 KiB at most that must come within 5 s. A request must come within 60 s, and each
-further 256 KiB of it within 5 s. What is large is scored in several calls: a score must not depend on the others.
+2^23, or 4 for each byte of its base64 where that is more; all videos of a request have 4096 frames. A picture's file
+has 8 bytes a pixel and 64 KiB. JSON is nested 100 deep at most, and has half a million brackets, commas and colons
+outside its strings, and half a million strings. A string with letters besides ASCII, escaped or not, has 1 MiB; all
+that are not escaped have half a MiB. Requests have a `Content-Length`, and a head of some 16 KiB that must come within
+5 s. A request must come within 60 s, and each further 256 KiB of it within 5 s. What is large is scored in several
+calls: a score must not depend on the others.
 """
 
 import asyncio
