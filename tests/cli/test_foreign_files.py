@@ -214,8 +214,10 @@ def test_a_run_that_goes_on_writes_through_no_link_and_into_no_folder_of_others(
         shutil.copytree(finished, run)
         (run / name).unlink(missing_ok=True)
         foreign.put(run / name, next(kinds))
+        before = contents(run)
         with foreign.untouched(name):
             refused(capsys, "train", "--resume", run, "train.epochs=4")
+        assert contents(run) == before, "it is as finished as it was"
         foreign.clear()
         shutil.rmtree(run)
     for name in ("trees", "samples", "checkpoints"):  # another run's, whose lock would not be asked
