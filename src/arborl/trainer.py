@@ -51,7 +51,7 @@ def run_epochs(run: Run) -> Path:
                 run.guards.check_rollout(rollout, scores, local)
                 advantage = run.advantage(plan, scores, rollout)
                 keep = prune(plan, advantage, pruning(config, plan, epoch), key, local.ids)
-            # Weights, averages, counters and metrics move on together or not at all.
+            # Weights, averages and counters move on together or not at all, and their metrics with them.
             with coordinator.uninterruptible():
                 with logger.stage("update"):
                     check = run.guards.checks_gradients

@@ -2,6 +2,7 @@
 goes on to the state, bit for bit, that it would have come to undisturbed.
 """
 
+import errno
 import os
 import random
 import re
@@ -15,11 +16,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accelerate import Accelerator
 
 from arborl.cli import main
-from arborl.config import load_config
+from arborl.config import load_config, read_config
+from arborl.core.errors import InputError
 from arborl.run import folder as run_folder
 from arborl.run.checkpoint import checkpoints, latest_valid, problem_with
+from arborl.tools.files import append
 from arborl.trainer import train
 
 from launching import (
@@ -561,3 +565,32 @@ def test_an_interrupt_after_the_last_epoch(tmp_path: Path):
     assert "warning: no picture of before and after: a sheet cannot be read" in ended.said
     assert_same_run(whole, run, ended_at=2)
     assert [row["epoch"] for row in timeless(run)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("what", ["the line of metrics", "a tracker"])
+def test_metrics_that_cannot_be_written_once_cost_no_epoch(tmp_path: Path, what: str, monkeypatch):
+    """The run ends with a line, and with a checkpoint of all it had learnt, metrics and all."""
+    settings = [*MIXTURE[1:], "train.epochs=6", "log.save_every=1000", "log.trackers=[]", f"log.dir={tmp_path}"]
+    whole = train(load_config("mixture", [*settings, "run_name=whole"]))
+    times = iter(range(100))
+
+    def failing(write: Callable[..., None]) -> Callable[..., None]:
+        def once(*given: object, **named: object) -> None:
+            if (what == "a tracker" or Path(str(given[0])).name == "metrics.jsonl") and next(times) == 3:
+                raise OSError(errno.EIO, "Input/output error")
+            write(*given, **named)
+
+        return once
+
+    run = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        if what == "a tracker":
+            patch.setattr(Accelerator, "log", failing(Accelerator.log))
+        else:
+            patch.setattr("arborl.run.logger.append", failing(append))
+        with pytest.raises(InputError, match="cannot be written to"):
+            train(load_config("mixture", [*settings, "run_name=cut"]))
+    assert rows_of(run) == 4
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["epoch_000004"]
+    train(read_config(run / "config.yaml"), resume=run)
+    assert_same_run(whole, run)

@@ -163,6 +163,20 @@ def test_a_folder_whose_maker_was_killed_before_its_mark_goes_where_nobody_else_
     assert [path.name for path in tmp_path.iterdir()] == [f"{SCRATCH}theirs"]
 
 
+def test_what_is_added_is_there_whole_or_not_at_all(tmp_path: Path):
+    resource = pytest.importorskip("resource")
+    append(tmp_path / "log", "first\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        with pytest.raises(OSError, match="large"):
+            append(tmp_path / "log", "second, and too long\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append(tmp_path / "log", "thïrd\n")
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "first\nthïrd\n"
+
+
 def test_a_lock_is_held_by_one(tmp_path: Path):
     with lock(tmp_path / "lock"), pytest.raises(InputError, match="another process is writing to it"):
         lock(tmp_path / "lock")

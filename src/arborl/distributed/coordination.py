@@ -61,7 +61,8 @@ class Coordinator:
     def __init__(self, accelerator: Accelerator, split: bool = False) -> None:
         self.accelerator, self.split = accelerator, split  # whether every process has a part of the weights alone
         self.several = accelerator.num_processes > 1
-        self.mid_update = False  # weights, counters and metrics are on their way from one epoch to the next
+        self.mid_update = False  # weights and counters are on their way from one epoch to the next
+        self.holding = False  # and an interrupt waits for the end of it, and of what is written about it
         self.waiting = False  # an interrupt has come and is held back
         self.agreed = not self.several  # whether all processes are leaving at the same place
         self.since = 0.0  # when this process was last told to stop
@@ -72,11 +73,11 @@ class Coordinator:
         before, self.since = self.since, time.monotonic()
         if self.several and before and self.since - before < 2:
             return  # a launcher passes on the Ctrl-C that the terminal has already sent to everyone
-        if before or not (self.mid_update or self.several):
+        if before or not (self.holding or self.several):
             raise KeyboardInterrupt
         self.waiting = True
         if self.accelerator.is_main_process and not self.agreed:
-            when = "this epoch's update" if self.mid_update else "this stage"
+            when = "this epoch's update" if self.holding else "this stage"
             with suppress(OSError):  # the terminal may be what is gone
                 # Not by print: the signal may have come in the middle of one.
                 os.write(2, f"\nfinishing {when} before leaving; interrupt again to leave at once\n".encode())
@@ -99,11 +100,12 @@ class Coordinator:
     def uninterruptible(self) -> Iterator[None]:
         """Inside, the first interrupt waits for the end of the block.
 
-        Whatever else leaves the block early, an error or a second interrupt, leaves it `mid_update`.
+        Whatever else leaves the block early, an error or a second interrupt, leaves it `mid_update`, unless whoever has
+        all weights and counters together said before that it is not.
         """
-        self.mid_update = True
+        self.holding = self.mid_update = True
         yield
-        self.mid_update = False
+        self.holding = self.mid_update = False
         self._leave_if_asked()
 
     @contextmanager
@@ -118,7 +120,7 @@ class Coordinator:
         if verdict:
             self.agreed = True
             raise verdict
-        if not self.mid_update:
+        if not self.holding:
             self._leave_if_asked()
 
     def raised_by_all(self, error: Exception) -> Exception:

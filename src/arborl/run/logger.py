@@ -54,6 +54,7 @@ class Logger:
         self.seconds: dict[str, float] = {}  # of this epoch, by stage
         self.inside: list[float] = []  # seconds that stages within the open ones took
         self.trained = 0.0  # seconds of all epochs, evaluation apart
+        self.unwritten = ""  # a line of metrics that could not be written
         self.warned: set[str] = set()
         self.evaluated: dict[str, Any] = {}  # the evaluation that a resumed run made of the weights it goes on from
         self.console = Console(stderr=True, quiet=quiet or not self.main, highlight=False)
@@ -96,7 +97,8 @@ class Logger:
         self.trained += training_seconds(metrics)
         with self.writing():
             if self.main:
-                append(self.folder / METRICS, json.dumps(finite(metrics)) + "\n")
+                self.unwritten = json.dumps(finite(metrics)) + "\n"
+                self._write_metrics()
             found = {name: value for name, value in finite(metrics).items() if value is not None}
             self.accelerator.log(found, step=epoch)
         return metrics
@@ -130,11 +132,18 @@ class Logger:
         if not (issubclass(failure.exc_type, OSError) and type(failure.thread).__name__ == "_AsyncWriterThread"):
             self._hook(failure)
 
+    def _write_metrics(self) -> None:
+        if self.unwritten:
+            append(self.folder / METRICS, self.unwritten)
+            self.unwritten = ""
+
     def sync(self) -> None:
         """Have the metrics on the disk, before a checkpoint that comes after them."""
-        for name in (METRICS, EVALUATIONS):
-            if self.main and (self.folder / name).is_file():
-                fsync(self.folder / name)
+        with self.writing():
+            self._write_metrics()
+            for name in (METRICS, EVALUATIONS):
+                if self.main and (self.folder / name).is_file():
+                    fsync(self.folder / name)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)

@@ -1,7 +1,7 @@
 """A run from its first epoch to its last, as the loop in `trainer.py` calls it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,7 @@ from ..core.errors import InputError
 from ..core.tree import Plan
 from ..data.prompts import LocalPrompts, Prompts, local_prompts, split_prompts
 from ..distributed.coordination import Coordinator
-from ..distributed.gather import gather, nonfinite_weights, sum_ranks
+from ..distributed.gather import any_rank, gather, nonfinite_weights, sum_ranks
 from ..engine.autotune import peak_memory
 from ..engine.batches import settled
 from ..engine.evaluate import evaluate
@@ -188,6 +188,7 @@ class Run:
         state.prompts += total
         state.forwards += forwards + (parents if with_kl else 0)  # a parent's forward of the reference
         state.forward_backwards += parents
+        self.coordinator.mid_update = False  # what could be saved is whole, whatever becomes of its metrics
         metrics |= speed_metrics(forwards, parents, self.flops, self.logger.seconds)
         return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
 
@@ -227,16 +228,25 @@ class Run:
         if not self.finished:
             # One process alone cannot save weights that are split.
             if not coordinator.mid_update and not self.saver.failed and (coordinator.agreed or not self.state.sharded):
-                try:
-                    self.saver.save()
-                except InputError as error:
-                    self.logger.say(str(error))
+                self._save_last()
             kept = checkpoints(self.logger.folder / CHECKPOINTS)
             after = f"{epoch_of(kept[-1].name)} epochs" if kept else "no epoch"
             self.logger.say(f"stopped; {after} saved. To go on: arborl train --resume {quote(str(self.logger.folder))}")
         self.logger.close()
         if self.finished or coordinator.agreed:
             self.accelerator.wait_for_everyone()  # a launcher ends all ranks with the first; one may still be writing
+
+    def _save_last(self) -> None:
+        """The last whole epoch; but one whose metrics cannot be written, now neither, does not count."""
+        with suppress(InputError):  # what is lost by it is asked next
+            self.logger.sync()
+        lost = bool(self.logger.unwritten)
+        if any_rank(lost, self.accelerator) if self.coordinator.agreed else lost:
+            return
+        try:
+            self.saver.save()
+        except InputError as error:
+            self.logger.say(str(error))
 
     def finish(self, write_report: Callable[..., Path]) -> None:
         """The last checkpoint, the last evaluation, and what the run came to."""

@@ -176,9 +176,17 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add to a file's end; it is made if need be."""
-    with open(path, "a", encoding="utf-8", opener=not_through_links) as file:
-        file.write(text)
+    """Add to a file's end, all of it or nothing; the file is made if need be."""
+    left = text.encode()
+    with open(path, "ab", buffering=0, opener=not_through_links) as file:
+        end = os.fstat(file.fileno()).st_size
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def not_through_links(path: str, flags: int) -> int:
