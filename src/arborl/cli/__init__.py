@@ -29,10 +29,7 @@ def _check_launcher() -> None:
         if not (text := os.environ.get(name, "0").strip()):
             del os.environ[name]
         elif not (text.isascii() and text.isdecimal()):
-            click.echo(
-                f"error: {name}={one_line(text)[:60]}: is no number; allowed: what a launcher sets, or nothing",
-                err=True,
-            )
+            click.echo(f"error: {InputError(name, text, 'is no number', 'what a launcher sets, or nothing')}", err=True)
             sys.exit(2)
 
 

@@ -70,10 +70,8 @@ def read_items(body: bytes | bytearray, max_items: int) -> list[Item]:
         raise HTTPException(413, f"the request has {len(items)} items, and {max_items} are the most")
     found: list[Item] = []
     left = MAX_REQUEST_PIXELS
-    if (
-        sum(len(item["frames"]) for item in items if isinstance(item, dict) and isinstance(item.get("frames"), list))
-        > MAX_FRAMES
-    ):
+    videos = [item.get("frames") for item in items if isinstance(item, dict)]
+    if sum(len(frames) for frames in videos if isinstance(frames, list)) > MAX_FRAMES:
         raise HTTPException(413, f"the request has more than {MAX_FRAMES} frames")
     for place, item in enumerate(items):
         try:

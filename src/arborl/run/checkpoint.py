@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..core.errors import InputError, first_line, shortened
 from ..distributed.fsdp import gathered, gathered_on_host, to_sharding_of
 from ..engine.state import State, copy_into
-from ..tools.files import abandoned, fsync, kind_of, remove_abandoned, scratch, umask
+from ..tools.files import abandoned, free_place, fsync, kind_of, remove_abandoned, scratch, umask
 from ..tools.finite_json import finite_json
 from .folder import is_row, read_evaluations
 from .paths import BEST, CHECKPOINTS, epoch_files, epoch_name, epoch_of
@@ -59,7 +59,7 @@ def save_checkpoint(state: State, folder: Path, keep: int, writes: bool = True) 
 
 def save_best(state: State, folder: Path, evaluation: Mapping[str, Any], by: str, writes: bool = True) -> Path | None:
     """The weights alone, apart from the others and in the place of those that were the best before; with their
-    evaluation, which a run that goes on from an earlier epoch has no row of, and the reward they were chosen by.
+    evaluation, which a run that goes on from an earlier epoch has no row of, and the measure they were chosen by.
     """
     return _write(state, folder / BEST, False, writes, {"evaluation": dict(evaluation), "by": by})
 
@@ -185,8 +185,7 @@ def bests_set_aside(run: Path) -> list[Best]:
 def set_aside(best: Best) -> Path:
     """Put the best weights where others do not replace them, by the epoch they are of."""
     name = f"{BEST}_{epoch_name(read_header(best.path)['epoch'])}"
-    free = (best.path.with_name(name if not n else f"{name}-{n}") for n in itertools.count())
-    return best.path.rename(next(path for path in free if kind_of(path) is None))
+    return best.path.rename(free_place(best.path.with_name(name)))
 
 
 def bring_back(best: Best) -> Best:
@@ -226,12 +225,11 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
 def quarantine(path: Path, why: str = "damaged") -> Path:
     """Put a checkpoint where nobody takes it for one, as `<why>_<name>`, and in the place of an earlier one there."""
     check_not_foreign(path)
-    name = f"{why}_{path.name}"
+    target = path.with_name(f"{why}_{path.name}")
     with scratch(path.parent) as outer:
-        if _is_removable(path.with_name(name)):
-            path.with_name(name).rename(outer / name)
-        free = (path.with_name(f"{name}{f'-{n}' if n else ''}") for n in itertools.count())
-        return path.rename(next(target for target in free if kind_of(target) is None))
+        if _is_removable(target):
+            target.rename(outer / target.name)
+        return path.rename(free_place(target))
 
 
 def remove_partial(folder: Path) -> None:

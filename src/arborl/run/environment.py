@@ -1,6 +1,5 @@
 """What a run was made with: machine, devices, versions, command, code. Kept in the run, told at its start."""
 
-import itertools
 import json
 import os
 import platform
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from .. import __version__
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..tools.files import as_text, kind_of, write_atomically
+from ..tools.files import as_text, free_place, write_atomically
 from ..tools.finite_json import finite_json
 from .paths import ENVIRONMENT
 
@@ -96,8 +95,7 @@ def add_start(folder: Path, start: dict[str, Any]) -> list[str]:
     try:
         earlier = starts_of(folder)
     except InputError as error:
-        free = (folder / f"damaged_{ENVIRONMENT}{f'-{n}' if n else ''}" for n in itertools.count())
-        kept = (folder / ENVIRONMENT).rename(next(path for path in free if kind_of(path) is None))
+        kept = (folder / ENVIRONMENT).rename(free_place(folder / f"damaged_{ENVIRONMENT}"))
         earlier, warnings = [], [f"{error}; it is kept as {kept.name}"]
     content = {"format": FORMAT, "version": 1, "starts": [*earlier, start]}
     write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=1, ensure_ascii=False))

@@ -188,9 +188,10 @@ class Run:
         state.prompts += total
         state.forwards += forwards + (parents if with_kl else 0)  # a parent's forward of the reference
         state.forward_backwards += parents
-        self.coordinator.mid_update = False  # what could be saved is whole, whatever becomes of its metrics
         metrics |= speed_metrics(forwards, parents, self.flops, self.logger.seconds)
-        return metrics | {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
+        metrics |= {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
+        self.coordinator.mid_update = False  # what can be saved is whole, whatever becomes of its metrics
+        return metrics
 
     def evaluate_if_due(self, epoch: int) -> dict[str, float]:
         """Before the first epoch, and every `eval.every`: the metrics of the weights the epoch starts from."""

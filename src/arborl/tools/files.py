@@ -3,6 +3,7 @@ with their process.
 """
 
 import errno
+import itertools
 import os
 import platform
 import re
@@ -163,6 +164,12 @@ def kind_of(path: Path) -> str | None:
         return None
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
     return kinds.get(stat.S_IFMT(mode), "device or pipe")
+
+
+def free_place(path: Path) -> Path:
+    """This path, or the first of it with -1, -2, … behind it, where nothing stands."""
+    names = (path.name if not n else f"{path.name}-{n}" for n in itertools.count())
+    return next(place for place in map(path.with_name, names) if kind_of(place) is None)
 
 
 def as_text(path: Path | str) -> str:
