@@ -78,7 +78,6 @@ def flush_or_discard() -> OSError | None:
             stream.flush()
         except (OSError, ValueError):
             discard(stream)
-    lost = getattr(sys.stdout, "lost", None)
-    if lost and sys.stdout is not None:
-        discard(sys.stdout)
-    return lost
+        if getattr(stream, "lost", None):  # what still waits in it would be an error again when Python ends
+            discard(stream)
+    return getattr(sys.stdout, "lost", None)
