@@ -21,6 +21,8 @@ atexit.register(shutil.rmtree, os.environ["ARBORL_CACHE"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines advertise AMX and trap on its instructions, which ends Python at the first bf16 product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# What waits in a buffer when Python ends is lost or found as with most people's Python, also where this one holds none.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # A time is never a test's outcome, and a run's examples are the same on every machine.
 settings.register_profile("arborl", deadline=None, derandomize=True)
 settings.load_profile("arborl")
