@@ -7,7 +7,6 @@ matrix peak measured here that the needed operations come to, and peak memory.
 """
 
 import argparse
-import copy
 import gc
 import json
 import os
@@ -23,16 +22,17 @@ from typing import Any
 
 import torch
 
-from arborl.config import load_config
+from arborl.config import load_config, with_settings
 from arborl.config.schema import Config
 from arborl.core.noise import fold
-from arborl.core.prune import prune
-from arborl.core.tree import Plan
+from arborl.data.prompts import LocalPrompts, Prompts, local_prompts, split_prompts
 from arborl.engine.autotune import peak_memory, reset_peak_memory
+from arborl.engine.batches import BatchSizes
 from arborl.engine.cost import BACKWARD_COST
-from arborl.engine.method import make_plan, pruning, window_positions
-from arborl.engine.rollout import Rollout, predict, sample_trees, trained_batch
-from arborl.engine.update import Edges, Stats, _edges, _loss, clip_gradients, update
+from arborl.engine.method import Method, make_plan, window_positions
+from arborl.engine.rollout import Epoch, Rollout, predict, sample_trees
+from arborl.engine.score import score
+from arborl.engine.update import Stats, Trained, TrainingCalls, clip_gradients, update
 from arborl.run.run import Run
 from arborl.run.setup import prepare
 
@@ -110,6 +110,10 @@ def waits(found: list[str]) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def sizes_of(config: Config) -> BatchSizes:
+    return BatchSizes(int(config.sample.batch_size), int(config.sample.decode_batch_size), int(config.train.batch_size))
+
+
 class Bench:
     """A model that is set up once, and epochs of it in different ways."""
 
@@ -119,72 +123,73 @@ class Bench:
         self.run: Run = prepare(config)
         seconds, tera = time.perf_counter() - start, self.run.flops / 1e12
         print(f"{name}: set up in {seconds:.0f} s, {tera:.4g} TFLOP a forward", flush=True)
-        self.model = self.run.model
-        self.schedule = self.model.schedule(config.sample.num_steps)
+        self.schedule = self.run.policy.schedule()
 
     def epoch(self, way: str, edge_by_edge: bool = False, **changes: Any) -> Row:
         """One epoch with some settings changed, timed; its window in the middle."""
-        config = copy.deepcopy(self.config)
-        for key, value in changes.items():
-            section, name = key.split("__")
-            setattr(getattr(config, section), name, value)
-        self.run.config = config
+        config = with_settings(self.config, {key.replace("__", "."): value for key, value in changes.items()})
+        run, policy, logger = self.run, self.run.policy, self.run.logger
+        policy.config, policy.batch_sizes = config, sizes_of(config)
+        method = Method(config, run.accelerator)
         middle = min((config.sample.num_steps - config.tree.w) // 2, window_positions(config, self.schedule) - 1)
-        plan, logger, model = make_plan(config, self.schedule, middle), self.run.logger, self.model
-        key, local = fold(config.seed, middle), self.run.local_prompts()
-        reset_peak_memory(self.run.accelerator.device)
+        plan, local = make_plan(config, self.schedule, middle), self.local(config)
+        epoch = Epoch(middle, plan, fold(config.seed, middle), local)
+        reset_peak_memory(run.accelerator.device)
         logger.seconds.clear()
-        with logger.stage("encode"):
-            cond = model.encode(local.prompts.texts)
-        with logger.stage("rollout"):
-            twin = trained_batch(model, config)
-            rollout = sample_trees(model, plan, cond, key, local.ids, config.sample, trained_batch=twin)
-        with logger.stage("reward"):
-            scores = self.run.score(rollout, local)
-        with logger.stage("advantage"):
-            advantage = self.run.advantage(plan, scores, rollout)
-            keep = prune(plan, advantage, pruning(config, plan, middle), key, local.ids)
+        with run.stage("encode"):
+            cond = policy.encode(local.prompts.texts)
+        with run.stage("rollout"):
+            rollout = sample_trees(policy, epoch, cond)
+        with run.stage("reward"):
+            scored = score(policy, run.rewards.trained, rollout, logger.stage)
+        with run.stage("advantage"):
+            advantage, keep = method.credit(epoch, scored, rollout)
         with logger.stage("update"):
             if edge_by_edge:
-                stats = self.each_edge(rollout, advantage, keep)
+                stats = self.each_edge(method, rollout, advantage, keep)
             else:
-                given = model, self.run.state, self.run.accelerator, rollout, advantage, keep, config, key, local
-                stats = update(*given, check_gradients=False)
-        row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scores.total.numel())
+                stats = update(policy, run.state, method.loss, rollout, advantage, keep, check_gradients=False)
+        row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scored.scores.total.numel())
         row.seconds = dict(logger.seconds)
         parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed
         calls = {"rollout": row.forwards, "update": BACKWARD_COST * parents}
-        row.share = {name: self.run.flops * n / logger.seconds[name] / self.peak for name, n in calls.items()}
-        row.memory, row.ratio = peak_memory(self.run.accelerator.device) / 2**30, float(stats.ratio_error)
+        row.share = {name: run.flops * n / logger.seconds[name] / self.peak for name, n in calls.items()}
+        row.memory, row.ratio = peak_memory(run.accelerator.device) / 2**30, float(stats.ratio_error)
         print(json.dumps(asdict(row)), flush=True)
         return row
 
+    def local(self, config: Config) -> LocalPrompts:
+        """The prompts of an epoch."""
+        run = self.run
+        return local_prompts(run.train_prompts, split_prompts(config.sample), 0, run.state.prompts, config.seed)
+
     def full_frontier(self) -> float:
         """Share of the peak while every leaf's path advances."""
-        config, model = self.config, self.model
-        local = self.run.local_prompts()
-        cond, leaves = model.encode(local.prompts.texts), config.tree.k**config.tree.w
-        rows = torch.tensor([[p, 0, n] for p in range(local.total) for n in range(leaves)], device=model.device)
-        x = model.noise(fold(0, 0), rows).unflatten(0, (local.total, leaves))
-        t = torch.full((leaves,), 500.0, device=model.device)
+        config, policy = self.config, self.run.policy
+        policy.config, policy.batch_sizes = config, sizes_of(config)
+        local = self.local(config)
+        cond, leaves = policy.encode(local.prompts.texts), config.tree.k**config.tree.w
+        rows = torch.tensor([[p, 0, n] for p in range(local.total) for n in range(leaves)], device=policy.device)
+        x = policy.model.noise(fold(0, 0), rows).unflatten(0, (local.total, leaves))
+        t = torch.full((leaves,), 500.0, device=policy.device)
         best = float("inf")
-        with model.fast_sampling():
+        with policy.fast_sampling():
             for _ in range(4):
                 start = time.perf_counter()
-                predict(model, x, t, cond, int(config.sample.batch_size), pad=False, sizes=())
-                if model.device.type == "cuda":
+                predict(policy, x, t, cond)
+                if policy.device.type == "cuda":
                     torch.cuda.synchronize()
                 best = min(best, time.perf_counter() - start)
         return self.run.flops * len(rows) / best / self.peak
 
-    def each_edge(self, rollout: Rollout, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
+    def each_edge(self, method: Method, rollout: Rollout, advantage: torch.Tensor, keep: torch.Tensor) -> Stats:
         """A forward and backward pass for every edge, as if its siblings had other parents."""
-        stats, every, state = Stats(), _edges(rollout.plan, keep.cpu()), self.run.state
-        for prompt, edge in zip(every.prompt, every.edge, strict=True):
-            parent = torch.stack([prompt, rollout.plan.parent[edge]])[None]
-            one = Edges(parent, prompt[None], edge[None], torch.zeros(1, dtype=torch.long))
-            loss = _loss(self.model, rollout, advantage, one, self.config.train, stats, first=True)
-            self.run.accelerator.backward(loss / len(every.edge))
+        run, state = self.run, self.run.state
+        training, stats = TrainingCalls(run.policy, method.loss, rollout, advantage), Stats.of(method.loss)
+        every = training.trained(keep)
+        for prompt, edge, row in zip(every.prompt, every.edge, every.row, strict=True):
+            one = Trained(every.calls[row][None], prompt[None], edge[None], torch.zeros(1, dtype=torch.long))
+            run.accelerator.backward(training.loss_of(one, stats, first=True) / len(every.edge))
         clip_gradients(state.parameters.values(), self.config.train.max_grad_norm)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
@@ -192,7 +197,7 @@ class Bench:
 
     def close(self) -> None:
         self.run.logger.close()
-        self.run = self.model = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.run = None  # pyright: ignore[reportAttributeAccessIssue]
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -283,12 +288,12 @@ def sd35(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row
 @torch.no_grad()
 def _rollout_waits(bench: Bench, noted: list[str]) -> None:
     """What makes the host wait inside a rollout of one prompt, once everything is compiled and loaded."""
-    config, model = bench.config, bench.model
-    plan: Plan = make_plan(config, bench.schedule, 3)
-    cond, ids, twin = model.encode(PROMPTS[:2]), torch.arange(2), trained_batch(model, config)
+    config, policy = bench.config, bench.run.policy
+    local = LocalPrompts(Prompts(PROMPTS[:2], {}), torch.arange(2), 2)
+    epoch, cond = Epoch(3, make_plan(config, bench.schedule, 3), fold(0, 0), local), policy.encode(PROMPTS[:2])
     for heard in ([], noted):
         with waits(heard):
-            sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=twin)
+            sample_trees(policy, epoch, cond)
 
 
 def flux(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:

@@ -341,7 +341,7 @@ class TestMicroBatches:
     @pytest.mark.parametrize("prompts", [1, 3])
     def test_more_updates_than_parents(self, tmp_path: Path, prompts: int):
         """Steps that are left without an edge are counted as skipped."""
-        chosen = [f"sample.num_prompts={prompts}", "tree.w=1", "train.updates=9", "train.epochs=1", "train.kl=0"]
+        chosen = [f"sample.num_prompts={prompts}", "tree.w=1", "train.updates=9", "train.epochs=1", "loss.kl=0"]
         run = train(load_config("mixture", [*QUICK, *chosen, f"log.dir={tmp_path}"]))
         row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
         assert row["steps"] + row["steps_skipped"] == 9

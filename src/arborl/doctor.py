@@ -4,7 +4,6 @@ Each check is a line: what was measured, whether it is right, what to do. The me
 run makes the cheap ones too, and warns only if one fails.
 """
 
-import copy
 import gc
 import math
 import tempfile
@@ -17,10 +16,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from .config import with_settings
 from .config.schema import Config, EvalConfig, LogConfig, RewardConfig
 from .core.errors import InputError
 from .core.noise import fold, normal
-from .core.tree import Plan
 from .data.prompts import LocalPrompts, Prompts, PromptSplit, local_prompts, split_prompts
 from .distributed.coordination import OtherRankFailed
 from .distributed.fsdp import local
@@ -37,12 +36,11 @@ from .engine.autotune import (
     stage_call,
     trials,
 )
-from .engine.batches import settled
 from .engine.checks import Finding, format_bytes
 from .engine.cost import count_model_calls
 from .engine.method import check_plan, make_plan, window_of, window_plans
-from .engine.rollout import Rollout, sample_trees, trained_batch
-from .engine.score import decode_and_score
+from .engine.rollout import Epoch, Rollout, sample_trees
+from .engine.score import score
 from .engine.update import update
 from .run.checkpoint import load_weights
 from .run.resume import weights_of
@@ -88,44 +86,43 @@ def _agreed(finding: Finding, accelerator: Accelerator) -> Finding:
 
 
 class Subject:
-    """A model with its rewards and prompts, and one small rollout of it."""
+    """A policy with its rewards and prompts, and one small epoch of it."""
 
     def __init__(self, config: Config, accelerator: Accelerator, run: Path | None) -> None:
         self.config, self.accelerator = config, accelerator
         self.parts: Assembled = assemble(config, accelerator, {"epoch": 0, "prompts": 0})
-        self.model, self.state = self.parts.model, self.parts.state
+        self.policy, self.method, self.state = self.parts.policy, self.parts.method, self.parts.state
         self.messages = [*self.parts.messages, *self.parts.tune_and_warm_up()]
         if run is not None:
             load_weights(self.state.parameters, weights_of(run))
+            if self.state.old:
+                self.state.old.follow(0.0)
         self.device = accelerator.device
         reset_peak_memory(self.device)
         how = PromptSplit(PROMPTS_PER_PROCESS * accelerator.num_processes, PROMPTS_PER_PROCESS)
         self.local: LocalPrompts = local_prompts(
             self.parts.prompts.training, how, accelerator.process_index, 0, config.seed
         )
-        self.cond = self.model.encode(self.local.prompts.texts)
-        self.key = fold(config.seed, 0)
-        self.schedule = self.model.schedule(config.sample.num_steps)
+        self.cond = self.policy.encode(self.local.prompts.texts)
+        self.schedule = self.policy.schedule()
         self.seconds: dict[str, float] = {}  # a row of each stage takes
         self.peak = 0  # bytes at the worst
 
     def release(self) -> None:
         """Give the memory back, for the run that follows."""
-        del self.parts, self.model, self.state, self.cond
+        del self.parts, self.policy, self.method, self.state, self.cond
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def findings(self) -> Iterator[Finding]:
-        config, model = self.config, self.model
         for line in self.messages:
             yield Finding("set-up", line, None)
-        yield checks.free_disk(config, self.state.parameters)
-        plan = make_plan(config, self.schedule, 0)
-        rollout = self.rollout(plan)
-        yield from checks.check_transitions(
-            checks.recheck_steps(model, rollout, config), checks.ratio_bound(model, self.accelerator)
-        )
+        yield checks.free_disk(self.config, self.state.parameters, self.state.old is not None)
+        rollout = self.rollout(0)
+        if self.policy.compares_densities:
+            steps = checks.recheck_steps(self.policy, rollout)
+            yield from checks.check_transitions(steps, checks.ratio_bound(self.policy))
         yield from self.training(rollout)
         made, finding = self.pictures(rollout)
         yield finding
@@ -133,24 +130,23 @@ class Subject:
         yield self.spread(rollout)
         yield from self.speed()
 
-    def rollout(self, plan: Plan) -> Rollout:
-        twin = trained_batch(self.model, self.config)
-        return sample_trees(
-            self.model, plan, self.cond, self.key, self.local.ids, self.config.sample, trained_batch=twin
-        )
+    def rollout(self, number: int) -> Rollout:
+        """The trees of an epoch, from the first one's noise, wherever its window stands."""
+        plan = make_plan(self.config, self.schedule, number)
+        epoch = Epoch(number, plan, fold(self.config.seed, 0), self.local)
+        return sample_trees(self.policy, epoch, self.cond)
 
     def training(self, rollout: Rollout) -> Iterator[Finding]:
         """Two optimizer steps with advantages drawn by chance, looked at and taken back."""
-        state, accelerator, config = self.state, self.accelerator, copy.deepcopy(self.config)
-        config.train.updates = 2
+        state, accelerator, loss = self.state, self.accelerator, self.method.loss
         plan = rollout.plan
         address = torch.tensor([[int(i), 0, 0] for i in self.local.ids])
-        advantage = normal(fold(config.seed, 1), address, (plan.edges,)).to("cpu")
+        advantage = normal(fold(self.config.seed, 1), address, (plan.edges,)).to("cpu")
         before = {name: local(p).detach().cpu().clone() for name, p in state.parameters.items()}
         apart = unequal_weights(state.parameters, accelerator)
-        keep = plan.stochastic.expand(len(advantage), -1)
+        keep = loss.edges(plan).expand(len(advantage), -1)
         try:
-            stats = update(self.model, state, accelerator, rollout, advantage, keep, config, self.key, self.local)
+            stats = update(self.policy, state, loss, rollout, advantage, keep, updates=2)
         except InputError as error:
             yield Finding("gradients", str(error), False, FROZEN_ADVICE)
             return
@@ -160,6 +156,8 @@ class Subject:
             for name, parameter in state.parameters.items():
                 local(parameter).copy_(before[name])
         state.optimizer.state.clear()
+        if state.old:
+            state.old.follow(0.0)
         missed = [name for name, found in stats.reached.items() if not found]
         moved_anywhere = int(max_rank(len(moved), accelerator))
         yield Finding(
@@ -188,8 +186,7 @@ class Subject:
     def pictures(self, rollout: Rollout) -> tuple[tuple[Tensor, Prompts], Finding]:
         """A few leaves of every prompt, decoded, with their prompts."""
         leaves = rollout.leaves[:, : max(2, 8 // PROMPTS_PER_PROCESS)]
-        size = settled(self.config.sample.decode_batch_size)
-        made, finding = checks.check_pictures(self.model, leaves.flatten(0, 1), size)
+        made, finding = checks.check_pictures(self.policy, leaves.flatten(0, 1))
         return (made, self.local.prompts.repeat(leaves.shape[1])), finding
 
     def spread(self, rollout: Rollout) -> Finding:
@@ -204,10 +201,9 @@ class Subject:
             window = window_of(self.config, plan, epoch)
             if window in found:
                 continue
-            grown = rollout if window == now else self.rollout(make_plan(self.config, self.schedule, epoch))
-            size = settled(self.config.sample.decode_batch_size)
+            grown = rollout if window == now else self.rollout(epoch)
             start = time.perf_counter()
-            scored = decode_and_score(self.model, self.parts.rewards.trained, grown.leaves, self.local.prompts, size)
+            scored = score(self.policy, self.parts.rewards.trained, grown)
             self.seconds["score"] = (time.perf_counter() - start) / grown.leaves.shape[:2].numel()
             found[window] = checks.spread_of(scored.scores.total, checks.groups_of_leaves(grown.plan))
         return checks.check_spread(found, now)
@@ -220,9 +216,8 @@ class Subject:
         prompt = self.local.prompts.texts[0]
         total = available_memory(self.device)
         for key in ("sample.batch_size", "train.batch_size"):
-            section, name = key.split(".")
-            size = settled(getattr(getattr(config, section), name))
-            stage = stage_call(key, self.model, self.state, accelerator, config, prompt)
+            size = self.policy.batch_sizes.by_setting()[key]
+            stage = stage_call(key, self.policy, self.state, prompt)
             tried = trials(key, stage, most[key], self.device, accelerator, size)
             best, own = choose(tried), _at(tried, size)
             self.seconds[key] = own.seconds
@@ -254,7 +249,7 @@ class Subject:
             None,
         )
         _, plan = window_plans(config)[0]
-        latents = 0 if config.sample.offload else 4 * math.prod(self.model.latent_shape) * plan.nodes
+        latents = 0 if config.sample.offload else 4 * math.prod(self.policy.latent_shape) * plan.nodes
         peak = self.peak + max(0, share - PROMPTS_PER_PROCESS) * latents
         yield Finding(
             "memory",
@@ -279,8 +274,7 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
     rose, steps = False, 0
     for factor in (1.0, 10.0):
         with tempfile.TemporaryDirectory(prefix="arborl-canary-") as folder:
-            short = _canary_config(config, texts, Path(folder), factor, seconds / 2)
-            short.sample.num_prompts = min(split_prompts(config.sample, processes).per_process, 8)
+            short = _canary_config(config, texts, processes, Path(folder), factor, seconds / 2)
             run = prepare(short, quiet=True)
             run.saver.enabled = False
             try:
@@ -312,17 +306,25 @@ def _broken_canary(said: list[str], problem: str, factor: float, rate: float) ->
     return Finding("canary", "; ".join(said), False if factor == 1 else None, advice)
 
 
-def _canary_config(config: Config, texts: Sequence[str], folder: Path, factor: float, seconds: float) -> Config:
+def _canary_config(
+    config: Config, texts: Sequence[str], processes: int, folder: Path, factor: float, seconds: float
+) -> Config:
     """The same model and trees, few prompts, and brightness alone to learn."""
-    found, prompts = copy.deepcopy(config), folder / "prompts.txt"
+    prompts = folder / "prompts.txt"
     prompts.write_text("\n".join(" ".join(text.split()) for text in texts), encoding="utf-8")
-    found.rewards = {"brightness": RewardConfig()}
-    found.prompts.path = str(prompts)
-    found.eval = EvalConfig(every=0, num_prompts=16, watch="off", num_steps=config.eval.num_steps)
-    found.log = LogConfig(dir=str(folder / "runs"), trackers=[], record_every=0, save_every=10**9)
-    found.run_name = "canary"
-    found.train.epochs, found.train.max_seconds = 100, seconds
-    found.train.learning_rate *= factor
-    found.prune.until = 1.0
-    found.sample.prompts_per_epoch = None
-    return found
+    return with_settings(
+        config,
+        {
+            "rewards": {"brightness": RewardConfig()},
+            "prompts.path": str(prompts),
+            "eval": EvalConfig(every=0, num_prompts=16, watch="off", num_steps=config.eval.num_steps),
+            "log": LogConfig(dir=str(folder / "runs"), trackers=[], record_every=0, save_every=10**9),
+            "run_name": "canary",
+            "train.epochs": 100,
+            "train.max_seconds": seconds,
+            "train.learning_rate": config.train.learning_rate * factor,
+            "prune.until": 1.0,
+            "sample.prompts_per_epoch": None,
+            "sample.num_prompts": min(split_prompts(config.sample, processes).per_process, 8),
+        },
+    )

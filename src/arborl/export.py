@@ -20,6 +20,7 @@ from .config.schema import Config
 from .core.errors import InputError
 from .data.prompts import Prompts
 from .engine.generate import generate, noise_of_seeds
+from .engine.policy import Policy
 from .engine.precompute import precompute_embeddings
 from .engine.state import trainable
 from .models import load_model, lora, model_class
@@ -182,11 +183,12 @@ def _write(
     precompute_embeddings(config, prompt.texts, accelerator)
     model = load_model(config, accelerator.device)
     assert isinstance(model, PipelineModel)
-    module, model.module = model.module, accelerator.prepare(model.module)
+    policy, module = Policy(model, config, accelerator), model.module
+    policy.prepare()
     noise = noise_of_seeds([config.seed], model.latent_shape)
 
     def picture() -> Tensor:
-        leaves = generate(model, prompt, torch.zeros(1, dtype=torch.long), config, noise)
+        leaves = generate(policy, prompt, torch.zeros(1, dtype=torch.long), noise)
         return model.decode(leaves[:, 0]).float().cpu()
 
     base_picture = picture()

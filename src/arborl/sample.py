@@ -11,7 +11,6 @@ import torch
 from .config.schema import Config
 from .core.errors import InputError
 from .data.prompts import Prompts, load_prompts
-from .engine.batches import settled
 from .engine.generate import generate, noise_of_seeds
 from .engine.score import as_bytes, middle_frames
 from .models import model_class
@@ -53,13 +52,11 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         remove_abandoned(to)
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
-    model = load_for_inference(config, run, prompts.texts)
+    policy = load_for_inference(config, run, prompts.texts)
     seeds = [config.seed + i for i in range(count)]
-    noise = noise_of_seeds(seeds, model.latent_shape)
-    leaves = generate(model, prompts, torch.arange(count), config, noise)[:, 0]
-    pictures = torch.cat(
-        [as_bytes(model.decode(part)) for part in leaves.split(settled(config.sample.decode_batch_size))]
-    )
+    noise = noise_of_seeds(seeds, policy.latent_shape)
+    leaves = generate(policy, prompts, torch.arange(count), noise)[:, 0]
+    pictures = torch.cat([as_bytes(policy.decode(part)) for part in leaves.split(policy.batch_sizes.decode)])
     kind, ending = ("picture", ".png") if pictures.ndim == 4 else ("video", ".webp")
     rows = [
         {"file": f"{i:05d}{ending}", "prompt": text, "seed": seed}

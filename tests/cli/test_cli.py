@@ -119,7 +119,7 @@ BAD = {
     "wrong type": (["tree.w=four"], ["tree.w=four", "a whole number"]),
     "a fraction of a step": (["tree.w=2.5"], ["tree.w=2.5", "a whole number"]),
     "not an override": (["tree.w"], ["tree.w", "key=value"]),
-    "out of range": (["train.clip=-1"], ["train.clip=-1", "above 0"]),
+    "out of range": (["loss.clip=-1"], ["loss.clip=-1", "above 0"]),
     "not a number": (["train.learning_rate=nan"], ["train.learning_rate=nan", "above 0"]),
     "no such choice": (["kernel.name=flow"], ["kernel.name=flow", "flow_sde, dance_sde, cps"]),
     "no such option": (["model=sd4"], ["model=sd4", "flux_dev, mixture, scenes"]),
@@ -305,7 +305,7 @@ def test_no_score_at_all_trains_nothing_and_says_so_where_it_is_allowed(here, ca
 
 
 def test_scores_that_do_not_differ_are_told(here, capsys):
-    run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:same", "train.kl=0")
+    run_ok("train", *SHORT, *OWN, "rewards.x.fn=own_rewards:same", "loss.kl=0")
     assert capsys.readouterr().err.count("no prompt's leaves differ in score") == 1
 
 

@@ -350,7 +350,7 @@ def test_what_says_that_it_is_of_another_epoch_is_not_dropped(finished: Path, tm
 def test_a_comparison_takes_nobodys_place(foreign: Foreign, finished: Path, capsys):
     out = Path("out")
     given = ["compare", "mixture", "--seeds", 1, "--compute", 900, "--out", out]
-    given += [word for text in (*SMALL[:2], "train.kl=0") for word in ("--set", text)]
+    given += [word for text in (*SMALL[:2], "loss.kl=0") for word in ("--set", text)]
 
     def compare() -> None:
         refused(capsys, *given)

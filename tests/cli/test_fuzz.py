@@ -153,8 +153,8 @@ SLIPS = {
     ),
     "more than 64 bits": ([f"train.epochs={10**400}"], "train.epochs: .* more than 64 bits"),
     "and in a list": ([f"prune.depth=[{10**30}]"], "prune.depth: .* more than 64 bits"),
-    "beyond floats": ([f"train.clip={10**400}"], "train.clip=1000.*cannot be read"),
-    "beyond what is computed with": (["train.clip=1e300"], "train.clip=1e.300: .*up to 1e.30"),
+    "beyond floats": ([f"loss.clip={10**400}"], "loss.clip=1000.*cannot be read"),
+    "beyond what is computed with": (["loss.clip=1e300"], "loss.clip=1e.300: .*up to 1e.30"),
     "and below": (["rewards.x.weight=-1e300"], "rewards.x.weight=-1e.300: .*up to 1e.30"),
     "longer than a socket waits": (["rewards.x.timeout=1e30"], "rewards.x.timeout=1e.30: .*at most 1000000"),
     "more digits than Python reads": (["seed=" + "9" * 5000], "override=seed=999.*…: cannot be read"),
@@ -194,11 +194,11 @@ class TestOverrides:
 
 
 LIMITS = {  # each with what it is tried at
-    "train.clip": "1e30",
-    "train.adv_clip": "1e30",
+    "loss.clip": "1e30",
+    "loss.adv_clip": "1e30",
     "train.learning_rate": "1e30",
     "train.max_grad_norm": "1e30",
-    "train.kl": "1e30",
+    "loss.kl": "1e30",
     "advantage.temperature": "1e-320",
 }
 

@@ -25,7 +25,7 @@ from arborl.tools.files import is_locked, lock
 
 from launching import PATIENCE, Fork, files_below
 
-TREE, FLAT = "mixture train.kl=0", "flat model=mixture rewards=place train.kl=0"
+TREE, FLAT = "mixture loss.kl=0", "flat model=mixture rewards=place loss.kl=0"
 SMALL = ("eval.num_prompts=8", "sample.num_prompts=2", "log.record_every=0")
 
 

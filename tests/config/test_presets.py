@@ -76,7 +76,7 @@ def test_every_preset_trains(tmp_path: Path, tiny_folder, model: str, preset: st
         assert rows[epoch]["ratio_error"] == 0.0
     spent = (rows[1]["forwards"], rows[1]["forward_backwards"])
     whole = [count_model_calls(config, make_plan(config, schedule, epoch), epoch) for epoch in range(2)]
-    reference = sum(w.forward_backwards for w in whole) if config.train.kl else 0
+    reference = sum(w.forward_backwards for w in whole) if config.loss.kl else 0
     assert spent == (sum(w.forwards for w in whole) + reference, sum(w.forward_backwards for w in whole))
     after = load_file(folder / "checkpoints" / "epoch_000002" / "weights.safetensors")
     assert any(not torch.equal(after[name], value) for name, value in before.items())

@@ -83,7 +83,7 @@ def test_the_slurm_script_goes_on_after_a_signal(tmp_path: Path):
 def test_two_machines_with_a_copy_of_the_weights_each(tmp_path: Path):
     """Two launchers of two processes, `train.shard=node`: the run of one process."""
     settings = ["-c", "mixture", "train.epochs=4", "log.record_every=0", "eval.num_prompts=4", "train.ema_decay=0.9"]
-    settings += ["sample.prompts_per_epoch=4", "train.kl=0.1"]
+    settings += ["sample.prompts_per_epoch=4", "loss.kl=0.1"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))

@@ -72,11 +72,11 @@ def test_the_mixture_on_one_two_and_four_processes(tmp_path: Path):
     with less to do. Steps of several micro-batches, whose gradients are summed over the ranks once; and steps of
     denoising that are drawn for each prompt, wherever it is.
     """
-    kl = [*MIXTURE, "train.kl=0.1", "train.ema_decay=0.9", "train.batch_size=3", "prune.step_fraction=0.6"]
+    kl = [*MIXTURE, "loss.kl=0.1", "train.ema_decay=0.9", "train.batch_size=3", "prune.step_fraction=0.6"]
     one = trained(1, kl, tmp_path, "one")
     assert_close(one, trained(2, kl, tmp_path, "two"))
     assert_close(one, trained(4, [*kl, "train.shard=node"], tmp_path, "four", machines=2))
-    uneven = [*MIXTURE, "sample.prompts_per_epoch=3", "train.kl=0"]
+    uneven = [*MIXTURE, "sample.prompts_per_epoch=3", "loss.kl=0"]
     one = trained(1, uneven, tmp_path, "three-on-one")
     assert_close(one, trained(2, [*uneven, "train.shard=full"], tmp_path, "three-on-two"))
 
@@ -86,7 +86,7 @@ def test_the_mixture_on_one_two_and_four_processes(tmp_path: Path):
 @pytest.mark.parametrize("kl", [0, 0.1])
 @pytest.mark.parametrize("shard", ["no", "full"])
 def test_every_way_to_train_the_mixture(tmp_path: Path, shard: str, kl: float, prompts: int):
-    settings = [*MIXTURE, f"train.shard={shard}", f"train.kl={kl}", f"sample.prompts_per_epoch={prompts}"]
+    settings = [*MIXTURE, f"train.shard={shard}", f"loss.kl={kl}", f"sample.prompts_per_epoch={prompts}"]
     one = trained(1, [*settings, "train.shard=no"], tmp_path, "one")
     for processes in (2, 3, 4):
         assert_close(one, trained(processes, settings, tmp_path, f"on-{processes}"))
@@ -115,7 +115,7 @@ def test_a_transformer_on_two_processes(tmp_path: Path, sd3_overrides: list[str]
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_every_way_to_train_a_transformer_on_two_processes(tmp_path: Path, sd3_overrides: list[str], kind: str):
-    few = [*pictures(sd3_overrides, kind), "train.kl=0.1", "train.epochs=4", "train.updates=2", "train.ema_decay=0.9"]
+    few = [*pictures(sd3_overrides, kind), "loss.kl=0.1", "train.epochs=4", "train.updates=2", "train.ema_decay=0.9"]
     one = trained(1, few, tmp_path, "one")
     assert_close(one, trained(2, few, tmp_path, "two"))
     assert_close(one, trained(2, [*few, "train.shard=full"], tmp_path, "split"))
@@ -134,7 +134,7 @@ def test_compiled_code_on_two_processes(tmp_path: Path, tiny_folder, monkeypatch
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
     """Two with a copy each, then one, then two that share the weights."""
-    settings = [*MIXTURE, "train.epochs=6", "train.kl=0.1", "train.ema_decay=0.9", "sample.prompts_per_epoch=4"]
+    settings = [*MIXTURE, "train.epochs=6", "loss.kl=0.1", "train.ema_decay=0.9", "sample.prompts_per_epoch=4"]
     one = trained(1, settings, tmp_path, "one")
     run = trained(2, [*settings, "train.epochs=2"], tmp_path, "many")
     for processes, more in ((1, ["train.epochs=4"]), (2, ["train.epochs=6", "train.shard=full"])):
@@ -232,7 +232,7 @@ FAULTS = [
     "sample.prompts_per_epoch=4",
     "log.save_every=2",
 ]
-FAULTS += ["model.family=faulty:Faulty", "log.record_every=0", "eval.num_prompts=4", "train.kl=0", "run_name=x"]
+FAULTS += ["model.family=faulty:Faulty", "log.record_every=0", "eval.num_prompts=4", "loss.kl=0", "run_name=x"]
 
 
 def failing(folder: Path, fault: str, rank: int, at: int, *arguments: str) -> list[Ended]:

@@ -132,7 +132,7 @@ def left(images: Tensor, prompts: list[str], columns: dict[str, list[object]]) -
 @pytest.mark.parametrize("how", ["zscore", "sum"])
 def test_advantages(tmp_path: Path, std: str, how: str):
     """Two rewards combined, centred, divided, carried up by the rollout's densities, and clamped."""
-    own = [f"advantage.std={std}", f"advantage.combine={how}", "advantage.temperature=0.4", "train.adv_clip=0.4"]
+    own = [f"advantage.std={std}", f"advantage.combine={how}", "advantage.temperature=0.4", "loss.adv_clip=0.4"]
     both = ["rewards.place.weight=2", "rewards.left.fn=test_by_hand:left", "rewards.left.weight=-0.5"]
     (epoch,) = Watched(tmp_path, [*own, *both, "train.epochs=1"]).epochs
     place, side = (epoch.scores.parts[name].double() for name in ("place", "left"))
@@ -149,9 +149,9 @@ def test_advantages(tmp_path: Path, std: str, how: str):
 SETTINGS = [
     "train.updates=2",
     "train.learning_rate=0.02",
-    "train.clip=0.003",
-    "train.kl=0.3",
-    "train.edge_weight=noise",
+    "loss.clip=0.003",
+    "loss.kl=0.3",
+    "loss.edge_weight=noise",
     "train.max_grad_norm=0.005",
     "train.beta1=0.6",
     "train.beta2=0.8",
@@ -205,12 +205,12 @@ class ByHand:
             density = (-((drawn - mean) ** 2) / (2 * std**2) - math.log(std * math.sqrt(2 * math.pi))).mean()
             ratio = torch.exp(density - rollout.log_density[prompt, edge].double())
             advantage = float(epoch.advantage[prompt, edge])
-            low, high = 1 - config.train.clip, 1 + config.train.clip
+            low, high = 1 - config.loss.clip, 1 + config.loss.clip
             free, held = advantage * ratio, advantage * ratio.clamp(low, high)
             self.clipped[-1] += int(held < free)
             kl = ((mean - base.detach()) ** 2).mean() / (2 * std**2)
             self.divergence[-1] += float(kl.detach())
-            loss = loss - std / (sum(added) / len(added)) * torch.minimum(free, held) + config.train.kl * kl
+            loss = loss - std / (sum(added) / len(added)) * torch.minimum(free, held) + config.loss.kl * kl
         found = torch.autograd.grad(loss / len(edges), list(self.weights.values()))
         return dict(zip(self.weights, found, strict=True))
 

@@ -73,7 +73,7 @@ def wake(model: Model) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
 
 
-MIXTURE = ["sample.num_prompts=4", "train.updates=1", "train.kl=0"]
+MIXTURE = ["sample.num_prompts=4", "train.updates=1", "loss.kl=0"]
 SETTINGS = {
     "mixture": MIXTURE,
     "mixture flat": [*MIXTURE, "algo=flat", "sample.group_size=4"],
@@ -134,7 +134,7 @@ def test_equal_scores_leave_weights_and_optimizer_untouched(value: float):
 
 
 def test_with_kl_equal_scores_pull_back_to_the_base_model():
-    bench = Bench([*MIXTURE, "train.kl=1.0", "train.learning_rate=0.001"])
+    bench = Bench([*MIXTURE, "loss.kl=1.0", "train.learning_rate=0.001"])
     wake(bench.model)
     divergence = []
     for _ in range(30):
@@ -167,8 +167,8 @@ def gradient(bench: Bench, advantage: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_the_micro_batch_size_does_not_change_the_gradient(size: int):
-    whole = Bench([*MIXTURE, "train.batch_size=1000", "train.kl=0.1"])
-    split = Bench([*MIXTURE, f"train.batch_size={size}", "train.kl=0.1"])
+    whole = Bench([*MIXTURE, "train.batch_size=1000", "loss.kl=0.1"])
+    split = Bench([*MIXTURE, f"train.batch_size={size}", "loss.kl=0.1"])
     for bench in (whole, split):
         wake(bench.model)
     expected, found = gradient(whole, whole.advantage()), gradient(split, split.advantage())
@@ -217,7 +217,7 @@ def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
     prompts = 1500
     for epoch in (0, 6):
         bench = Bench(
-            ["tree.w=2", "sample.batch_size=100000", "train.batch_size=100000", "train.kl=0"],
+            ["tree.w=2", "sample.batch_size=100000", "train.batch_size=100000", "loss.kl=0"],
             epoch,
             ["a dot at the top right"] * prompts,
         )
@@ -300,7 +300,7 @@ def test_surrogate_by_hand():
 
 
 def test_lora_off_is_the_base_and_a_step_moves_lora_alone(sd3_overrides):
-    bench = Bench([*sd3_overrides, "train.kl=0.1"], texts=SD3_TEXTS)
+    bench = Bench([*sd3_overrides, "loss.kl=0.1"], texts=SD3_TEXTS)
     module = bench.model.module
     base = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
     x, t = torch.randn(2, *bench.model.latent_shape), torch.tensor([900.0, 300.0])

@@ -68,7 +68,7 @@ def test_a_compiled_run_is_the_run(tiny_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compile, "BACKEND", "eager")
     rows = {}
     for how in ("off", "on"):
-        own = [f"log.dir={tmp_path}", f"run_name={how}", "train.epochs=2", f"compile={how}", "train.kl=0.01"]
+        own = [f"log.dir={tmp_path}", f"run_name={how}", "train.epochs=2", f"compile={how}", "loss.kl=0.01"]
         run = train(load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), *own]))
         rows[how] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     said = capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_a_resolution_the_model_cannot_take(sd3_overrides, resolution: int):
 
 
 def test_full_fine_tune_has_a_frozen_reference(sd3_overrides):
-    _, model = make([*sd3_overrides, "model.train=full", "train.kl=0.1"])
+    _, model = make([*sd3_overrides, "model.train=full", "loss.kl=0.1"])
     x, t, cond = torch.randn(1, *model.latent_shape), torch.tensor([700.0]), model.encode(["a dog"])
     with torch.no_grad():
         before = model.predict(x, t, cond)

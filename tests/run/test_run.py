@@ -173,7 +173,7 @@ def test_a_new_run_takes_a_name_that_fits_every_system(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_reference_is_the_policy_at_the_start_in_bf16_too(tmp_path: Path, sd3_overrides, kind: str):
-    settings = [*sd3_overrides, f"model.train={kind}", "train.kl=0.1", "train.epochs=1"]
+    settings = [*sd3_overrides, f"model.train={kind}", "loss.kl=0.1", "train.epochs=1"]
     run = train(load_config("mixture", [*settings, "train.mixed_precision=bf16", f"log.dir={tmp_path}"]))
     assert timeless(run)[0]["kl"] == 0.0
 

@@ -12,13 +12,13 @@ from ..core.prune import Pruning, prune
 from ..data.prompts import split_prompts
 from ..engine.checks import Finding
 from ..engine.cost import BACKWARD_COST
-from ..engine.method import plans_of_a_run, pruning
+from ..engine.method import loss_of, plans_of_a_run, pruning
 from ..run.drawings import profile, sketch
 
 
 def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
     """A plan's tree, its cost at every place of its window beside flat GRPO's, and what is counted."""
-    plans = plans_of_a_run(config)
+    plans, loss = plans_of_a_run(config), loss_of(config)
     first, prompts = plans[0][1], split_prompts(config.sample).per_process
     if len(first.leaves) // first.roots <= 32:
         out.print(
@@ -46,15 +46,16 @@ def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
     )
     pruned = pruning(config, first, 0)
     if pruned != Pruning():
-        kept = prune(first, torch.arange(first.edges).double()[None], pruned)
+        among = loss.edges(first)
+        kept = prune(first, torch.arange(first.edges).double()[None], pruned, among=among)
+        kind = "stochastic edges" if loss.needs_densities else "leaves"
         out.print(
-            f"Pruned at the first epoch: {int(first.stochastic.sum() - kept.sum())} of {int(first.stochastic.sum())} "
-            f"stochastic edges a prompt are not trained."
+            f"Pruned at the first epoch: {int(among.sum() - kept.sum())} of {int(among.sum())} {kind} a prompt are not "
+            "trained."
         )
-    if config.train.kl > 0:
-        out.print(
-            f"train.kl={config.train.kl} adds {found['training_samples']} forwards of the reference, not counted here."
-        )
+    for who in loss.asks:
+        setting = f"loss.kl={config.loss.kl}" if config.loss.name == "surrogate" else f"loss.name={config.loss.name}"
+        out.print(f"{setting} adds {found['training_samples']} forwards of the {who} policy, not counted here.")
 
 
 def print_finding(finding: Finding, out: Console) -> None:

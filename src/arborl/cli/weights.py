@@ -90,9 +90,9 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     model_class(config).check(config, may_fetch=True)
     trained = config_of(run, None, []) if run else None
     prompts, called = evaluation_prompts(config, model_class(config), trained)
-    model = load_for_inference(config, run, prompts.texts[: config.eval.num_prompts])
+    policy = load_for_inference(config, run, prompts.texts[: config.eval.num_prompts])
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
-        found = evaluate(model, rewards, prompts, config)
+        found = evaluate(policy, rewards, prompts)
     for problem in found.problems:
         click.echo(f"warning: {problem}", err=True)
     if found.problems and all(count == found.prompts for count in found.failed.values()):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,13 @@ from .bounds import check_bounds, check_path, check_text, kind_of, nearest
 from .interpolation import check_interpolations, literal, only_named_variables
 from .schema import Config, RewardConfig
 
-RENAMED = {"train.max_broken": "train.max_nonfinite_steps"}
+RENAMED = {
+    "train.max_broken": "train.max_nonfinite_steps",
+    "train.clip": "loss.clip",
+    "train.kl": "loss.kl",
+    "train.edge_weight": "loss.edge_weight",
+    "train.adv_clip": "loss.adv_clip",
+}
 """Settings that had another name. A run's own settings may have either; on the command line the old one is an error
 that names the new.
 """
@@ -56,6 +62,8 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
     for item in dataclasses.fields(cls):
         if item.name == "rewards" and cls is Config:
             yield from knobs(RewardConfig, "rewards.<name>.")
+        elif get_origin(item.type) is dict:
+            yield f"{prefix}{item.name}.<name>", item
         elif dataclasses.is_dataclass(item.type):
             yield from knobs(cast(type, item.type), f"{prefix}{item.name}.")
         else:
@@ -228,8 +236,9 @@ def _bracketed(text: str) -> str:
 
 
 def _generic(key: str) -> str:
-    """A key as `knobs` has it, whatever a reward is called."""
-    return re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+    """A key as `knobs` has it, whatever a reward or an option is called."""
+    key = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
+    return re.sub(r"^loss\.options\.[^.]+$", "loss.options.<name>", key)
 
 
 def _apply(config: DictConfig, text: str) -> None:
@@ -321,11 +330,25 @@ def _as_object(composed: DictConfig) -> Config:
     check_interpolations("", OmegaConf.to_container(composed, resolve=False))
     config = cast(Config, OmegaConf.to_object(composed))
     # What yaml takes on and off for.
-    config.compile = {"True": "on", "False": "off"}.get(config.compile, config.compile)
+    switches = {"True": "on", "False": "off"}
     modes = {"0": "off", "False": "off", "1": "best", "2": "best_and_worst"}  # yaml takes a bare off for False
-    config.prune.width_mode = modes.get(config.prune.width_mode, config.prune.width_mode)
+    found = {"compile": switches.get(config.compile, config.compile)}
+    found["prune.width_mode"] = modes.get(config.prune.width_mode, config.prune.width_mode)
+    config = with_settings(config, found)
     check_bounds(config)
     return config
+
+
+def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The same settings but for some, by their keys. They are taken as they are given."""
+    for key, value in changes.items():
+        config = _with(config, key.split("."), value)
+    return config
+
+
+def _with(section: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    return dataclasses.replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
 
 
 def check_run_name(name: str) -> None:

@@ -36,6 +36,12 @@ def check_bounds(section: Any, prefix: str = "") -> None:
             for name, reward in value.items():
                 check_text(key, name)
                 check_bounds(reward, f"{key}.{name}.")
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                check_text(key, name)
+                if not isinstance(entry, str | int | float | None):
+                    raise InputError(f"{key}.{name}", entry, "is of another kind", "a number, a text, true or false")
+                _check_value(f"{key}.{name}", entry, item.metadata, None)
         else:
             for entry in value if isinstance(value, list) else [value]:
                 _check_value(key, entry, item.metadata, kind_of(item))

@@ -26,7 +26,7 @@ def reference() -> str:
     lines += [f"- `{group}=`: {', '.join(f'`{name}`' for name in options(group))}." for group in groups()]
     section = None
     for key, item in knobs():
-        name = key.rsplit(".", 1)[0] if "." in key else "general"
+        name = key.removesuffix(".<name>").rsplit(".", 1)[0] if "." in key else "general"
         if name != section:
             section = name
             lines += ["", f"## {section}", "", "| key | default | takes | |", "|---|---|---|---|"]
@@ -40,7 +40,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
     value = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # pyright: ignore
     if value == MISSING:
         return "required"
-    if value == "":
+    if value in ("", {}):
         return "–"
     if value is None:
         return "`null`"
@@ -52,6 +52,8 @@ def _takes(item: dataclasses.Field[Any]) -> str:
     if meta["choices"]:
         own = ["or package.module:function"] if meta["own"] else []
         return ", ".join([*(f"`{choice}`" for choice in meta["choices"]), *own])
+    if get_origin(item.type) is dict:
+        return "number, text, true, false"
     kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     options = (
         [kind for kind in get_args(item.type) if kind is not NoneType] if get_origin(item.type) is not list else []

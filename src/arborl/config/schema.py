@@ -23,20 +23,29 @@ def knob(
     """
     meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below, "words": words}
     meta["own"] = own
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=meta)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=meta)
     return field(default=default, metadata=meta)
 
 
+class Settings:
+    """A section of settings. They are not written to once they are loaded: `with_settings` makes others of them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{type(self).__name__}.{name} is a setting, and is not written to")
+        super().__setattr__(name, value)
+
+
 @dataclass
-class LoraConfig:
+class LoraConfig(Settings):
     rank: int = knob(32, "Rank of the low-rank update.", low=1)
     alpha: float = knob(64.0, "Scale of the update; the effective scale is alpha / rank.", above=0)
     targets: list[str] = knob([], "Names of the modules to adapt; empty takes the model family's usual ones.")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Settings):
     family: str = knob(
         "auto",
         "Which class drives the model: scenes, sd3, flux, wan, sd, sdxl, mixture, package.module:Class of your own, or "
@@ -62,7 +71,7 @@ class ModelConfig:
 
 
 @dataclass
-class PromptsConfig:
+class PromptsConfig(Settings):
     path: str = knob(
         "",
         "Prompt file: one a line, or JSONL with `prompt` and further columns for rewards. "
@@ -84,7 +93,7 @@ class PromptsConfig:
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(Settings):
     num_prompts: int = knob(4, "Prompts per process and epoch.", low=1)
     prompts_per_epoch: int | None = knob(
         None, "Prompts of an epoch over all processes, dealt out evenly; null is sample.num_prompts for each.", low=1
@@ -129,7 +138,7 @@ class SampleConfig:
 
 
 @dataclass
-class TreeConfig:
+class TreeConfig(Settings):
     plan: str = knob("tree", "Shape of the rollout.", choices=("tree", "branch", "flat", "mix", "comb"))
     k: int = knob(2, "Children of a node where it branches (tree, branch, comb).", low=1)
     w: int = knob(4, "Steps in the window (tree, mix).", low=1)
@@ -148,7 +157,7 @@ class TreeConfig:
 
 
 @dataclass
-class KernelConfig:
+class KernelConfig(Settings):
     name: str = knob(
         "auto",
         "Transition along a stochastic edge; auto picks by model family: kernel.flow for flow models, else ddim.",
@@ -168,7 +177,7 @@ class KernelConfig:
 
 
 @dataclass
-class AdvantageConfig:
+class AdvantageConfig(Settings):
     name: str = knob(
         "tree",
         "How leaf scores become one number per edge; package.module:function is one of your own (docs/extending.md).",
@@ -205,7 +214,7 @@ class AdvantageConfig:
 
 
 @dataclass
-class PruneConfig:
+class PruneConfig(Settings):
     depth: list[int] = knob([], "Edges into these depths are not trained (the roots' children stand at depth 1).")
     depth_slide: bool = knob(False, "Move these depths towards the root as training goes on.")
     slide_interval: int = knob(30, "Epochs between two such moves, of one step.", low=1)
@@ -224,7 +233,27 @@ class PruneConfig:
 
 
 @dataclass
-class TrainConfig:
+class LossConfig(Settings):
+    name: str = knob(
+        "surrogate",
+        "How edges train the model: PPO's clipped surrogate; package.module:Class is one of your own "
+        "(docs/extending.md).",
+        choices=("surrogate",),
+        own=True,
+    )
+    clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
+    kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
+    edge_weight: str = knob(
+        "equal",
+        "Weight of an edge in the loss: all the same, or by the noise it added (mean 1).",
+        choices=("equal", "noise"),
+    )
+    adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
+    options: dict[str, Any] = knob({}, "Further arguments of a loss of your own, by their names.")
+
+
+@dataclass
+class TrainConfig(Settings):
     epochs: int = knob(100, "Epochs: one rollout and its updates each.", low=0)
     max_seconds: float = knob(0.0, "Stop once training, evaluation apart, has taken this long; 0 is off.", low=0)
     updates: int = knob(1, "Optimizer steps per epoch, over a seeded partition of the parents.", low=1)
@@ -234,14 +263,6 @@ class TrainConfig:
     beta1: float = knob(0.9, "AdamW's first moment.", low=0, below=1)
     beta2: float = knob(0.999, "AdamW's second moment.", low=0, below=1)
     max_grad_norm: float = knob(1.0, "Gradient norm above which gradients are scaled down.", above=0)
-    clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
-    adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
-    edge_weight: str = knob(
-        "equal",
-        "Weight of an edge in the loss: all the same, or by the noise it added (mean 1).",
-        choices=("equal", "noise"),
-    )
-    kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
     ema_decay: float = knob(
         0.0, "Decay of the weight average that evaluation and sampling use; 0 is off.", low=0, below=1
     )
@@ -283,7 +304,7 @@ class TrainConfig:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Settings):
     fn: str = knob("", "A built-in reward, or package.module:function; empty takes the built-in one of this name.")
     weight: float | None = knob(
         None,
@@ -319,7 +340,7 @@ class RewardConfig:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Settings):
     every: int = knob(10, "Epochs between evaluations; 0 evaluates before and after only.", low=0)
     prompts: str = knob(
         "",
@@ -351,7 +372,7 @@ class EvalConfig:
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Settings):
     dir: str = knob("runs", "Folder that holds the run folders.")
     trackers: list[str] = knob(
         ["auto"],
@@ -363,7 +384,7 @@ class LogConfig:
 
 
 @dataclass
-class Config:
+class Config(Settings):
     seed: int = knob(0, "Everything random is a function of it.", low=0, high=2**63 - 1)
     run_name: str = knob("auto", "Name of the run's folder; auto takes the next free number.")
     compile: str = knob(
@@ -380,6 +401,7 @@ class Config:
     kernel: KernelConfig = field(default_factory=KernelConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     prune: PruneConfig = field(default_factory=PruneConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -12,8 +12,10 @@ from .noise import Key, normal
 from .tensors import unique
 from .tree import Plan
 
-STEP_DRAW = 2**32 - 1
-"""The tree number that draws of steps are made under; no prompt has as many trees."""
+STEP_DRAW, LEVEL_DRAW, LEAF_NOISE = 2**32 - 1, 2**32 - 2, 2**32 - 3
+"""The tree numbers that other draws than those of trees are made under, as no prompt has as many trees: of steps that
+are trained; and of losses on leaves, of their noise levels and of their noise.
+"""
 
 
 class Pruning(NamedTuple):
@@ -41,11 +43,14 @@ def prune(
     how: Pruning = NO_PRUNING,
     key: Key = (0, 0),
     prompt_ids: Int[Tensor, " prompts"] | None = None,
+    among: Bool[Tensor, " edges"] | None = None,
 ) -> Bool[Tensor, "prompts edges"]:
-    """The edges that stay in the loss: drawn from a density, with a scored leaf somewhere below them, not pruned."""
+    """The edges that stay in the loss: those `among` which it can train (where nothing is said, the stochastic ones),
+    with a scored leaf somewhere below them, not pruned.
+    """
     if how.width_mode not in WIDTH_MODES:
         raise ArgumentError("width_mode", how.width_mode, "is no way to prune", ", ".join(WIDTH_MODES))
-    keep = plan.stochastic.to(advantage.device) & ~advantage.isnan()
+    keep = (plan.stochastic if among is None else among).to(advantage.device) & ~advantage.isnan()
     if how.depths:
         keep &= ~_at(plan, how.depths).to(keep.device)
     if how.width_mode != "off":

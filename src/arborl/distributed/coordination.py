@@ -96,15 +96,15 @@ class Coordinator:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @contextmanager
-    def uninterruptible(self) -> Iterator[None]:
-        """Inside, the first interrupt waits for the end of the block.
+    def hold(self) -> None:
+        """From here to `release` the first interrupt waits.
 
-        Whatever else leaves the block early, an error or a second interrupt, leaves it `mid_update`, unless whoever has
-        all weights and counters together said before that it is not.
+        Whatever else ends the run before, an error or a second interrupt, finds it `mid_update`, unless whoever has all
+        weights and counters together said that it is not.
         """
         self.holding = self.mid_update = True
-        yield
+
+    def release(self) -> None:
         self.holding = self.mid_update = False
         self._leave_if_asked()
 

@@ -18,13 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.schema import Config
 from ..core.errors import InputError
+from ..core.losses import Who
 from ..core.noise import fold
 from ..data.prompts import split_prompts
 from ..distributed.gather import any_rank, max_rank
-from ..models import Model, lora, model_class
-from .batches import settled
+from ..models import lora, model_class
+from .batches import BATCH_SIZE_SETTINGS, BatchSizes
 from .cost import count_model_calls
-from .method import window_plans
+from .method import loss_of, window_plans
+from .policy import Policy
 from .state import State
 
 MEMORY_SHARE = 0.9
@@ -59,36 +61,37 @@ def describe(tried: list[Trial]) -> str:
     return ", ".join(f"{t.size}: {1000 * t.seconds:.3g} ms" if t.fits else f"{t.size}: no room" for t in tried)
 
 
-def find_batch_sizes(
-    config: Config, model: Model, state: State | None, accelerator: Accelerator, prompt: str
-) -> list[str]:
-    """Put numbers in the place of `auto`; a line for each says what was tried. Without a state nothing is updated."""
+def find_batch_sizes(config: Config, policy: Policy, state: State | None, prompt: str) -> tuple[BatchSizes, list[str]]:
+    """The sizes of the settings, with numbers in the place of `auto`; a line for each says what was tried. Without a
+    state nothing is updated.
+    """
+    found: list[int] = []
     lines: list[str] = []
-    for section, name in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
-        holder = getattr(config, section)
-        if getattr(holder, name) != "auto":
+    given = config.sample.batch_size, config.sample.decode_batch_size, config.train.batch_size
+    for key, size in zip(BATCH_SIZE_SETTINGS, given, strict=True):
+        if isinstance(size, int):
+            found.append(size)
             continue
-        if section == "train" and state is None:
-            continue  # nothing is trained, nothing is asked
-        key = f"{section}.{name}"
-        most = config.eval.num_prompts if state is None else max_rows(config, accelerator.num_processes)[key]
-        stage = stage_call(key, model, state, accelerator, config, prompt)
+        if key == "train.batch_size" and state is None:
+            found.append(1)  # nothing is trained, nothing is asked
+            continue
+        most = config.eval.num_prompts if state is None else max_rows(config, policy.accelerator.num_processes)[key]
+        stage = stage_call(key, policy, state, prompt)
         # A single row would need compiled code of its own.
-        tried = trials(key, stage, most, model.device, accelerator, first=2 if model.compiled else 1)
-        chosen = choose(tried)
-        setattr(holder, name, chosen.size)
-        lines.append(f"{key}=auto: {chosen.size} (a row takes with {describe(tried)})")
-    return lines
+        tried = trials(key, stage, most, policy.device, policy.accelerator, first=2 if policy.compiled else 1)
+        found.append(choose(tried).size)
+        lines.append(f"{key}=auto: {found[-1]} (a row takes with {describe(tried)})")
+    return BatchSizes(*found), lines
 
 
-def forward_flops(model: Model, prompt: str) -> int:
+def forward_flops(policy: Policy, prompt: str) -> int:
     """Floating-point operations of one `predict` of one row, guidance included and adapters left out."""
-    cond = model.encode([prompt])
-    x = model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=model.device))
+    cond, device = policy.encode([prompt]), policy.device
+    x = policy.model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=device))
     # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
-    apart = sdpa_kernel(SDPBackend.MATH) if model.device.type == "cpu" else nullcontext()
-    with torch.no_grad(), lora.disabled(model.module), apart, FlopCounterMode(display=False) as counter:
-        model.predict(x, torch.full((1,), 500.0, device=model.device), cond)
+    apart = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+    with torch.no_grad(), lora.disabled(policy.module), apart, FlopCounterMode(display=False) as counter:
+        policy.predict(x, torch.full((1,), 500.0, device=device), cond)
     return counter.get_total_flops()
 
 
@@ -110,38 +113,34 @@ def should_compile(config: Config, flops: int, device: torch.device) -> tuple[bo
     return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
 
 
-def warm_up(config: Config, model: Model, state: State, accelerator: Accelerator, prompt: str) -> None:
+def warm_up(config: Config, policy: Policy, state: State, prompt: str) -> None:
     """Every kind of call once, so that compiling is over before the first epoch."""
-    sizes = {
-        "sample.batch_size": settled(config.sample.batch_size),
-        "train.batch_size": settled(config.train.batch_size),
-        "sample.decode_batch_size": settled(config.sample.decode_batch_size),
-    }
-    most = max_rows(config, accelerator.num_processes)
-    for key, size in sizes.items():
-        stage_call(key, model, state, accelerator, config, prompt)(min(size, max(most[key], model.min_batch_size)))
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    most = max_rows(config, policy.accelerator.num_processes)
+    for key, size in policy.batch_sizes.by_setting().items():
+        stage_call(key, policy, state, prompt)(min(size, max(most[key], policy.min_batch_size)))
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize(policy.device)
 
 
-def find_bitwise_batch_sizes(config: Config, model: Model, processes: int, prompt: str) -> list[str]:
+def find_bitwise_batch_sizes(config: Config, policy: Policy, prompt: str) -> list[str]:
     """Find the sizes of calls that the update's code rounds alike: trained rows are padded to them from now on.
 
     A library may add up a narrow product, such as an adapter's, in another order when it has few rows; then rollout and
     update would not be one policy.
     """
-    trained = (
-        max(len(plan.trained_parents) for _, plan in window_plans(config))
-        * split_prompts(config.sample, processes).per_process
-    )
-    full = min(settled(config.train.batch_size), max(trained, model.min_batch_size))
-    sizes = [size for size in range(model.min_batch_size, full) if size <= EVERY_SIZE_UP_TO or size % SIZE_STRIDE == 0]
-    predict = _predict(config, model, prompt)
-    with model.update_numerics(), lora.perturbed(model.module):
+    if not policy.compares_densities:
+        return []
+    prompts = split_prompts(config.sample, policy.accelerator.num_processes).per_process
+    trained = max(len(plan.trained_parents) for _, plan in window_plans(config)) * prompts
+    least = policy.min_batch_size
+    full = min(policy.batch_sizes.train, max(trained, least))
+    sizes = [size for size in range(least, full) if size <= EVERY_SIZE_UP_TO or size % SIZE_STRIDE == 0]
+    predict = _predict(policy, prompt)
+    with policy.update_numerics(), lora.perturbed(policy.module):
         expected = predict(full).detach()
         # All of them, whatever comes of it: split weights need the same calls on every rank.
         same = {size: torch.equal(predict(size).detach(), expected[:size]) for size in sizes}
-    model.bitwise_batch_sizes = (*(size for size in sizes if same[size]), full)
+    policy.bitwise_batch_sizes = (*(size for size in sizes if same[size]), full)
     others = ", ".join(str(size) for size in sizes if not same[size])
     message = (
         f"calls of {others} rows would not be rounded like those of {full}: where they are trained, they are padded"
@@ -153,61 +152,59 @@ def max_rows(config: Config, processes: int = 1) -> dict[str, int]:
     """The most rows that one stage has at a time, for each micro-batch size: a larger one would gain nothing."""
     plan, prompts = window_plans(config)[0][1], split_prompts(config.sample, processes).per_process
     frontier = max(len(level.parents) for level in plan.levels)
-    parents = math.ceil(len(plan.trained_parents) * prompts / config.train.updates)
+    trained = math.ceil(len(loss_of(config).calls(plan).node) * prompts / config.train.updates)
     return {
         "sample.batch_size": frontier * prompts,
         "sample.decode_batch_size": len(plan.leaves) * prompts,
-        "train.batch_size": parents,
+        "train.batch_size": trained,
     }
 
 
-def stage_call(
-    key: str, model: Model, state: State | None, accelerator: Accelerator, config: Config, prompt: str
-) -> Callable[[int], None]:
+def stage_call(key: str, policy: Policy, state: State | None, prompt: str) -> Callable[[int], None]:
     """A function that runs one micro-batch of a stage, of any size, with the stage's use of memory."""
-    predict = _predict(config, model, prompt)
+    predict = _predict(policy, prompt)
 
     def sampled(size: int) -> None:
-        with model.fast_sampling():
+        with policy.fast_sampling():
             predict(size)
 
     @torch.no_grad()
     def decoded(size: int) -> None:
-        model.decode(_latents(config, model, size))
+        policy.decode(_latents(policy, size))
 
     def updated(size: int) -> None:
         assert state is not None
         # Ranks do not wait for each other, so that one that runs out of memory hangs nobody; split weights must.
-        apart = nullcontext() if state.sharded else accelerator.no_sync(model.module)
+        apart = nullcontext() if state.sharded else policy.no_sync()
         try:
             with apart:
+                for who in policy.asks:
+                    predict(size, who)
                 loss = predict(size).square().mean()
-                if config.train.kl > 0:
-                    with torch.no_grad(), model.reference():
-                        predict(size)
                 if loss.requires_grad:  # the update says so if it does not
-                    accelerator.backward(loss)
+                    policy.accelerator.backward(loss)
         finally:
             state.optimizer.zero_grad(set_to_none=True)
 
     return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
 
 
-def _predict(config: Config, model: Model, prompt: str) -> Callable[[int], torch.Tensor]:
-    """A function from a size to the model's prediction on that many rows of noise; a larger call has the same first."""
-    cond, time_of_first = model.encode([prompt]), float(window_plans(config)[0][1].timestep[0])
+def _predict(policy: Policy, prompt: str) -> Callable[..., torch.Tensor]:
+    """A function from a size to a policy's prediction on that many rows of noise; a larger call has the same first."""
+    cond, device = policy.encode([prompt]), policy.device
+    time_of_first = float(window_plans(policy.config)[0][1].timestep[0])
 
-    def predict(size: int) -> torch.Tensor:
-        t = torch.full((size,), time_of_first, device=model.device)
-        text = cond[torch.zeros(size, dtype=torch.long, device=model.device)]
-        return model.predict(_latents(config, model, size), t, text)
+    def predict(size: int, who: Who = "policy") -> torch.Tensor:
+        t = torch.full((size,), time_of_first, device=device)
+        text = cond[torch.zeros(size, dtype=torch.long, device=device)]
+        return policy.predict(_latents(policy, size), t, text, who)
 
     return predict
 
 
-def _latents(config: Config, model: Model, size: int) -> torch.Tensor:
-    address = torch.tensor([[number, 0, 0] for number in range(size)], device=model.device)
-    return model.noise(fold(config.seed, 0), address)
+def _latents(policy: Policy, size: int) -> torch.Tensor:
+    address = torch.tensor([[number, 0, 0] for number in range(size)], device=policy.device)
+    return policy.model.noise(fold(policy.config.seed, 0), address)
 
 
 def trials(
@@ -308,10 +305,10 @@ def _has_room(done: list[Trial], size: int, device: torch.device) -> bool:
     return last.memory + slope * (size - last.size) <= MEMORY_SHARE * available_memory(device)
 
 
-def describe_batches(config: Config, processes: int = 1, split: bool = False) -> list[str]:
+def describe_batches(config: Config, size: int, processes: int = 1, split: bool = False) -> list[str]:
     """Prompts, leaves and updates in micro-batches, as lines of text: nothing has to divide anything."""
     epoch, plan = window_plans(config)[0]
-    how, updates, size = split_prompts(config.sample, processes), config.train.updates, settled(config.train.batch_size)
+    how, updates = split_prompts(config.sample, processes), config.train.updates
     calls = count_model_calls(config, plan, epoch)
     one = calls.forward_backwards / split_prompts(config.sample).per_process  # parents of a prompt
     pictures = how.total * len(plan.leaves)

@@ -19,11 +19,18 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def settled(size: int | str) -> int:
-    """A batch size once it is known: `auto` has been replaced by what was found (`engine/autotune.py`)."""
-    if not isinstance(size, int):
-        raise RuntimeError(f"a batch size is still {size!r}; find_batch_sizes() finds one")
-    return size
+class BatchSizes(NamedTuple):
+    """Rows at a time: as the settings say, or what was found where they say `auto` (`engine/autotune.py`)."""
+
+    sample: int  # latents of a model call while sampling
+    decode: int  # pictures decoded and scored
+    train: int  # latents of a forward + backward
+
+    def by_setting(self) -> dict[str, int]:
+        return dict(zip(BATCH_SIZE_SETTINGS, self, strict=True))
+
+
+BATCH_SIZE_SETTINGS = ("sample.batch_size", "sample.decode_batch_size", "train.batch_size")
 
 
 def batches(count: int, size: int, pad: bool = False, sizes: Sequence[int] = ()) -> Iterator[Batch]:

@@ -21,12 +21,12 @@ from ..core.tree import Plan
 from ..data.prompts import Prompts
 from ..distributed.fsdp import local
 from ..distributed.gather import by_replica, gather
-from ..models import Model
 from ..models.compile import uncompiled
 from ..rewards import Rewards
 from ..rewards.base import describe_failure
 from ..rewards.consistency import examine
-from .batches import batches, settled
+from .batches import batches
+from .policy import Policy
 from .rollout import Rollout
 
 
@@ -77,11 +77,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def ratio_bound(model: Model, accelerator: Accelerator) -> float:
-    single = all(p.dtype == torch.float32 for p in model.module.parameters())
-    if model.compiled:
+def ratio_bound(policy: Policy) -> float:
+    single = all(p.dtype == torch.float32 for p in policy.module.parameters())
+    if policy.compiled:
         return RATIO_BOUND_COMPILED
-    return RATIO_BOUND if single and accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
+    return RATIO_BOUND if single and policy.accelerator.mixed_precision == "no" else RATIO_BOUND_HALF
 
 
 class StepCheck(NamedTuple):
@@ -96,26 +96,26 @@ class StepCheck(NamedTuple):
 
 
 @torch.no_grad()
-def recheck_steps(model: Model, rollout: Rollout, config: Config) -> list[StepCheck]:
+def recheck_steps(policy: Policy, rollout: Rollout) -> list[StepCheck]:
     """Every stochastic step of a rollout looked at again: one forward for each of its parents, and no more of them than
     a micro-batch has rows.
     """
-    plan, size = rollout.plan, settled(config.train.batch_size)
+    plan, size, device = rollout.plan, policy.batch_sizes.train, policy.device
     found: list[StepCheck] = []
     for step in plan.step[plan.stochastic].unique().tolist():
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
         parents = plan.parent[here].unique()
         rows = torch.cartesian_prod(torch.arange(len(rollout.latents)), parents)[:size]
         edges, row = _edges_below(plan.parent, here, rows)
-        (batch,) = batches(len(rows), size, sizes=model.update_batch_sizes)
+        (batch,) = batches(len(rows), size, sizes=policy.update_batch_sizes)
         prompt, node = rows[batch.rows].unbind(1)
-        x = rollout.latents[prompt, node].to(model.device)
-        with model.update_numerics():
-            v = model.predict(x, like(plan.timestep[node], x), rollout.cond[prompt.to(model.device)]).detach()
-        policy = transition(x[row], v[row], Coefficients(*(c[edges] for c in plan.coefficients)))
-        children = rollout.latents[prompt[row], plan.child[edges]].to(model.device)
-        old = rollout.log_density[prompt[row], edges].to(model.device)
-        found.append(_step(step, policy, children, old))
+        x = rollout.latents[prompt, node].to(device)
+        with policy.update_numerics():
+            v = policy.predict(x, like(plan.timestep[node], x), rollout.cond[prompt.to(device)]).detach()
+        drawn_from = transition(x[row], v[row], Coefficients(*(c[edges] for c in plan.coefficients)))
+        children = rollout.latents[prompt[row], plan.child[edges]].to(device)
+        old = rollout.log_density[prompt[row], edges].to(device)
+        found.append(_step(step, drawn_from, children, old))
     return found
 
 
@@ -186,11 +186,11 @@ def watching_for_overflow(found: list[str]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_pictures(model: Model, latents: Float[Tensor, "n *latent"], size: int) -> tuple[Tensor, Finding]:
+def check_pictures(policy: Policy, latents: Float[Tensor, "n *latent"]) -> tuple[Tensor, Finding]:
     """Decoded latents, and whether they are pictures. An overflow that clamping hides is found where it arose."""
-    layers: list[str] = []
+    layers, size = list[str](), policy.batch_sizes.decode
     with watching_for_overflow(layers), uncompiled():  # compiled code calls no hooks
-        made = torch.cat([model.decode(latents[b.rows].to(model.device)) for b in batches(len(latents), size)])
+        made = torch.cat([policy.decode(latents[b.rows].to(policy.device)) for b in batches(len(latents), size)])
     broken = int((~made.flatten(1).isfinite().all(1)).sum())
     low, high = (float(made.nan_to_num().min()), float(made.nan_to_num().max()))
     ends = made.nan_to_num().flatten(1)
@@ -209,13 +209,15 @@ def check_pictures(model: Model, latents: Float[Tensor, "n *latent"], size: int)
     )
 
 
-def free_disk(config: Config, parameters: Mapping[str, Tensor], run: Path | None = None) -> Finding:
+def free_disk(
+    config: Config, parameters: Mapping[str, Tensor], with_old: bool = False, run: Path | None = None
+) -> Finding:
     """Whether the checkpoints that are kept, and one more while it is written, have room; those of a run are there."""
     weights = sum(4 * p.numel() for p in parameters.values())
-    averaged = 1 if config.train.ema_decay else 0
-    needed = weights * ((3 + averaged) * (config.log.keep + 1) + (1 + averaged) * 2)
+    averaged, old = int(config.train.ema_decay > 0), int(with_old)
+    needed = weights * ((3 + averaged + old) * (config.log.keep + 1) + (1 + averaged) * 2)
     there = sum(file.stat().st_size for file in run.glob("checkpoints/*/*")) if run else 0
-    needed = max(weights * (3 + averaged), needed - there)
+    needed = max(weights * (3 + averaged + old), needed - there)
     place = (run or Path(config.log.dir)).resolve()
     while not place.exists():
         place = place.parent

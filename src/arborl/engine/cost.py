@@ -1,19 +1,19 @@
 """The cost of a plan in forwards, counted before anything runs."""
 
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from ..config import with_settings
 from ..config.schema import Config
 from ..core import plans
 from ..core.noise import fold
 from ..core.prune import Pruning, prune
 from ..core.tree import Plan
 from ..data.prompts import split_prompts
-from .method import eta_of, kernel_of, naming_settings, pruning, schedule_of, window_of, window_plans
+from .method import eta_of, kernel_of, loss_of, naming_settings, pruning, schedule_of, window_of, window_plans
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
@@ -31,43 +31,44 @@ class ModelCalls(NamedTuple):
 
 
 def count_model_calls(config: Config, plan: Plan, epoch: int) -> ModelCalls:
-    """The work of an epoch per process, rollout and update (a KL's forwards of the reference apart).
+    """The work of an epoch per process, rollout and update (the forwards of further policies that the loss asks apart).
 
     Exact where all leaves have scores, but for `prune.width_mode=best_and_worst`, whose chains may share a parent:
     there it is the most.
     """
     prompts, how = split_prompts(config.sample).per_process, pruning(config, plan, epoch)
-    rising = torch.arange(plan.edges, dtype=torch.float64)[None]
-    keep = prune(plan, rising, how._replace(step_fraction=1.0))  # the same for every prompt
+    loss, rising = loss_of(config), torch.arange(plan.edges, dtype=torch.float64)[None]
+    among = loss.edges(plan)
+    keep = prune(plan, rising, how._replace(step_fraction=1.0), among=among)  # the same for every prompt
     if how.step_fraction < 1:
         key, ids = fold(config.seed, epoch), torch.arange(prompts)
-        keep = keep & prune(plan, rising.expand(prompts, -1), how._replace(width_mode="off"), key, ids)
-    parents = torch.zeros(len(keep), plan.nodes).index_add(1, plan.parent, keep.float())
-    return ModelCalls(plan.forwards * prompts, int((parents > 0).sum()) * prompts // len(keep))
+        keep = keep & prune(plan, rising.expand(prompts, -1), how._replace(width_mode="off"), key, ids, among)
+    calls = loss.calls(plan).trained(keep)
+    return ModelCalls(plan.forwards * prompts, int(calls.sum()) * prompts // len(keep))
 
 
 def costs(config: Config) -> Iterator[int]:
-    """The cost of each epoch in forwards, without end; a KL's forwards of the reference included."""
-    around, known = window_plans(config), dict[tuple[int, Pruning], int]()
+    """The cost of each epoch in forwards, without end; those of further policies that the loss asks included."""
+    around, known, asks = window_plans(config), dict[tuple[int, Pruning], int](), len(loss_of(config).asks)
     for epoch in itertools.count():
         place = epoch // config.tree.tou % len(around)
         plan = around[place][1]
         stage = place, pruning(config, plan, epoch)
         if stage not in known or stage[1].step_fraction < 1:  # which steps are drawn changes the cost
             found = count_model_calls(config, plan, epoch)
-            known[stage] = found.cost + (found.forward_backwards if config.train.kl > 0 else 0)
+            known[stage] = found.cost + asks * found.forward_backwards
         yield known[stage]
 
 
 def epochs_within(config: Config, compute: float) -> int:
     """The number of epochs that cost at most `compute` forwards; at least 1."""
-    config, epochs = copy.deepcopy(config), 1
+    epochs = 1
     for _ in range(10):  # where pruning ends after a share of the run, its length decides its cost
         total = itertools.accumulate(costs(config))
         epochs = max(1, sum(1 for _ in itertools.takewhile(lambda spent: spent <= compute, total)))
         if config.prune.until == 1 or epochs == config.train.epochs:
             break
-        config.train.epochs = epochs
+        config = with_settings(config, {"train.epochs": epochs})
     return epochs
 
 
@@ -92,7 +93,7 @@ def forecast(config: Config) -> dict[str, Any]:
     prompts, around = split_prompts(config.sample).per_process, window_plans(config)
     leaves = len(around[0][1].leaves)
     flat = flat_equivalent(config, leaves)
-    whole = ModelCalls(flat.forwards * prompts, len(flat.trained_parents) * prompts)
+    whole = ModelCalls(flat.forwards * prompts, len(loss_of(config).calls(flat).node) * prompts)
     found = [count_model_calls(config, plan, epoch) for epoch, plan in around]
     return {
         "plan": config.tree.plan,

@@ -10,14 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..config.schema import Config
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather, gather_strings, sum_ranks
-from ..models.base import Model
 from ..rewards.base import Rewards
-from .batches import settled
 from .generate import generate
+from .policy import Policy
 from .score import decode_and_score
 
 
@@ -72,10 +70,9 @@ def summarised(
 
 
 def evaluate(
-    model: Model,
+    policy: Policy,
     rewards: Rewards,
     prompts: Prompts,
-    config: Config,
     coordinator: Coordinator | None = None,
     keep_pictures: int = 16,
     between: bool = False,
@@ -84,7 +81,7 @@ def evaluate(
 
     An evaluation in `between` takes the first `eval.num_between` prompts alone.
     """
-    accelerator = coordinator.accelerator if coordinator else None
+    accelerator, config = coordinator.accelerator if coordinator else None, policy.config
     rank, ranks = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     fewer = min(config.eval.num_between or config.eval.num_prompts, config.eval.num_prompts)
     total = fewer if between else config.eval.num_prompts
@@ -92,10 +89,9 @@ def evaluate(
     ids = torch.arange(rank * share, rank * share + share)
     chosen = prompts.take([int(i) % len(prompts) for i in ids])
     with coordinator.independent_sampling() if coordinator else nullcontext():
-        leaves = generate(model, chosen, ids, config)
-    size = settled(config.sample.decode_batch_size)
+        leaves = generate(policy, chosen, ids)
     with coordinator.independent() if coordinator else nullcontext():
-        scored = decode_and_score(model, rewards, leaves, chosen, size, keep_pictures, measured=True)
+        scored = decode_and_score(policy, rewards, leaves, chosen, keep_pictures, measured=True)
     scores, like, pictures = scored.scores, scored.statistics, scored.pictures
     every = scores.parts | {f"pictures/{name}": values for name, values in like.items()}
     own = {name: torch.where(ids < total, values[:, 0], torch.nan) for name, values in every.items()}

@@ -6,38 +6,37 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..config.schema import Config
 from ..core.noise import fold
 from ..core.tree import deterministic
-from ..data.prompts import Prompts
-from ..models.base import Model
-from .batches import batches, settled
+from ..data.prompts import LocalPrompts, Prompts
+from .batches import batches
 from .method import naming_settings
-from .rollout import sample_trees
+from .policy import Policy
+from .rollout import grow_trees
 
 EVALUATION = 2**32
 """Folded into the seed in place of an epoch, so that evaluation noise is never training noise."""
 
 
 def generate(
-    model: Model,
+    policy: Policy,
     prompts: Prompts,
     ids: Int[Tensor, " prompts"],
-    config: Config,
     start: Float[Tensor, "prompts 1 *latent"] | None = None,
 ) -> Float[Tensor, "prompts 1 *latent"]:
     """One latent a prompt by the ODE, a batch of prompts at a time.
 
     From noise that depends on (seed, id) alone, or from a given one.
     """
+    config = policy.config
     with naming_settings():
-        plan = deterministic(model.schedule(config.eval.num_steps or config.sample.num_steps))
+        plan = deterministic(policy.model.schedule(config.eval.num_steps or config.sample.num_steps))
     key = fold(config.seed, EVALUATION)
     leaves: list[Tensor] = []
-    for batch in batches(len(prompts), settled(config.sample.batch_size)):
-        cond = model.encode(prompts.take(batch.rows.tolist()).texts)
-        own = None if start is None else start[batch.rows]
-        leaves.append(sample_trees(model, plan, cond, key, ids[batch.rows], config.sample, start=own).leaves)
+    for batch in batches(len(prompts), policy.batch_sizes.sample):
+        some = prompts.take(batch.rows.tolist())
+        local, own = LocalPrompts(some, ids[batch.rows], len(prompts)), None if start is None else start[batch.rows]
+        leaves.append(grow_trees(policy, plan, policy.encode(some.texts), key, local, start=own).leaves)
     return torch.cat(leaves)
 
 

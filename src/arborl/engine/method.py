@@ -6,24 +6,31 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..config.schema import Config
 from ..core import plans
-from ..core.advantage import ADVANTAGES
+from ..core.advantage import ADVANTAGES, advantages
 from ..core.errors import ArgumentError, InputError
 from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, sde_able
+from ..core.losses import LOSSES, EdgeLoss, LeafLoss
 from ..core.noise import fold, normal
 from ..core.prune import Pruning, prune, slide_depths
 from ..core.schedule import Schedule, window_start
 from ..core.tree import Plan, Tail
 from ..data.prompts import split_prompts
+from ..distributed.gather import gather
 from ..models import model_class
 from ..tools.imports import import_object
+from .rollout import Epoch, Rollout
+from .score import LeafScores
 
 MOST_EDGES, MOST_CALLS, MOST_STAGES = 2**21, 2**24, 2**14
 """Limits: edges over all places of a window, edges of a process in an epoch, plan variants of a run. More is a slip of
@@ -172,7 +179,7 @@ def plan_variants(config: Config) -> Iterator[tuple[int, Plan]]:
 
 def check_plan(config: Config) -> None:
     """Everything about the plan that can be wrong is wrong before anything is loaded or written."""
-    advantage, settings = config.advantage, config.prune
+    advantage, settings, loss = config.advantage, config.prune, loss_of(config)
     if settings.until < 1 and config.train.max_seconds:
         problem = "the clock ends the run (train.max_seconds), so its length is not known beforehand"
         raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
@@ -186,15 +193,16 @@ def check_plan(config: Config) -> None:
             )
         if advantage.name == "depth" and advantage.group != "prompt":
             siblings = plan.parent[plan.stochastic] if advantage.group == "siblings" else plan.parent
-            if int(torch.bincount(siblings).max()) < 2:
+            if not len(siblings) or int(torch.bincount(siblings).max()) < 2:
                 problem = "no tree of this plan branches, so no node has another to be compared with"
                 raise InputError("advantage.group", advantage.group, problem, "prompt")
         deepest = int(plan.depth.max())
         if any(not 1 <= depth <= deepest for depth in settings.depth):
             raise InputError("prune.depth", settings.depth, "the plan has no such depth", f"1..{deepest}")
-        how = pruning(config, plan, epoch)
-        if not bool(prune(plan, torch.zeros(1, plan.edges), how).any()):
-            trained = sorted({int(depth) for depth in plan.depth[plan.child][plan.stochastic]})
+        _check_loss(config, loss, plan)
+        how, among = pruning(config, plan, epoch), loss.edges(plan)
+        if not bool(prune(plan, torch.zeros(1, plan.edges), how, among=among).any()):
+            trained = sorted({int(depth) for depth in plan.depth[plan.child][among]})
             problem = f"at epoch {epoch} that leaves no edge to train (those are at depths {trained})"
             raise InputError("prune.depth", list(how.depths), problem, "fewer depths")
     pictures, steps = config.eval.num_prompts, config.eval.num_steps or config.sample.num_steps
@@ -203,6 +211,22 @@ def check_plan(config: Config) -> None:
     if pictures * steps > MOST_CALLS:
         problem = f"an evaluation cannot take {steps} steps for each"
         raise InputError("eval.num_prompts", pictures, problem, f"at most {MOST_CALLS // steps}")
+
+
+def _check_loss(config: Config, loss: EdgeLoss | LeafLoss, plan: Plan) -> None:
+    """The loss can train something of the plan, and pruning means something to it."""
+    name, settings = config.loss.name, config.prune
+    if loss.needs_densities and not plan.stochastic.any():
+        problem = f"draws nothing, so that no edge has a density, which loss.name={name} needs"
+        raise InputError("kernel.name", config.kernel.name, problem, "auto, flow_sde, dance_sde, cps, ddim")
+    if isinstance(loss, LeafLoss):
+        steps = f"loss.name={name} trains leaves at noise levels of its own, and no steps"
+        if settings.depth:
+            raise InputError("prune.depth", settings.depth, steps, "[]")
+        if settings.step_fraction < 1:
+            raise InputError("prune.step_fraction", settings.step_fraction, steps, "1")
+    with naming_settings():
+        loss.calls(plan)
 
 
 def warnings_about(config: Config) -> list[str]:
@@ -244,6 +268,61 @@ def advantage_arguments(config: Config, spread: float | None = None) -> dict[str
     del knobs["name"]
     knobs["spread"] = {"group": None, "batch": spread, "none": 1.0}[knobs.pop("std")]
     return knobs
+
+
+LOSS_SETTINGS = ("clip", "kl", "edge_weight")
+"""The settings of `loss` that a loss may take, by their names; what is in `loss.options` besides."""
+
+
+def loss_of(config: Config) -> EdgeLoss | LeafLoss:
+    """The configured loss, with those of the settings that its constructor names. A user's own is held to that."""
+    name, options = config.loss.name, config.loss.options
+    found = LOSSES.get(name) or import_object("loss.name", name, LOSSES)
+    if not (isinstance(found, type) and issubclass(found, EdgeLoss | LeafLoss)):
+        kinds = "arborl.core.losses.EdgeLoss or LeafLoss"
+        raise InputError("loss.name", name, "is not a subclass", f"one of {kinds}")
+    if missing := sorted(found.__abstractmethods__):
+        raise InputError("loss.name", name, f"lacks {', '.join(missing)}", "metrics and __call__")
+    takes = inspect.signature(found).parameters
+    if unknown := sorted(options.keys() - takes.keys()):
+        allowed = ", ".join(one for one in takes if one not in LOSS_SETTINGS) or "none"
+        raise InputError(f"loss.options.{unknown[0]}", options[unknown[0]], f"{name} takes no such argument", allowed)
+    given = {one: getattr(config.loss, one) for one in LOSS_SETTINGS if one in takes} | dict(options)
+    required = [one for one, argument in takes.items() if argument.default is argument.empty and one not in given]
+    if required:
+        problem = f"{name} takes it, and has no default for it"
+        raise InputError(f"loss.options.{required[0]}", None, problem, "a number, a text, true or false")
+    return found(**given)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The choices of a configuration as a run makes them: plan and kernel, advantage, pruning, loss."""
+
+    config: Config
+    accelerator: Accelerator | None = None
+
+    @cached_property
+    def loss(self) -> EdgeLoss | LeafLoss:
+        return loss_of(self.config)
+
+    @cached_property
+    def _advantage(self) -> Callable[..., Tensor]:
+        return advantage_of(self.config)
+
+    def credit(
+        self, epoch: Epoch, scored: LeafScores, rollout: Rollout
+    ) -> tuple[Float[Tensor, "prompts edges"], Bool[Tensor, "prompts edges"]]:
+        """Leaf scores to an advantage for every edge, and the edges that the update trains."""
+        config, plan, total = self.config, epoch.plan, scored.scores.total
+        spread = None
+        if config.advantage.std == "batch":  # of the epoch's leaves on all ranks
+            every = gather(total.double(), self.accelerator).flatten()
+            spread = float(((every - every.nanmean(-1, keepdim=True)) ** 2).nanmean(-1).sqrt().nan_to_num())
+        density, knobs = rollout.log_density.cpu(), advantage_arguments(config, spread)
+        advantage = advantages(self._advantage, plan, total, density, config.loss.adv_clip, **knobs)
+        how, among = pruning(config, plan, epoch.number), self.loss.edges(plan)
+        return advantage, prune(plan, advantage, how, epoch.key, epoch.prompts.ids, among)
 
 
 def try_advantage(config: Config, plan: Plan) -> None:

@@ -1,20 +1,31 @@
 """All trees of all prompts advance together, a level at a time, one model forward for each parent."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..config.schema import Config, SampleConfig
 from ..core.kernels import Coefficients, transition
 from ..core.noise import Key, normal
 from ..core.tensors import like
 from ..core.tree import Plan
-from ..models.base import Cond, Model
-from .batches import batches, settled, to_device
+from ..data.prompts import LocalPrompts
+from ..models.base import Cond
+from .batches import batches, to_device
+from .policy import Policy
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch on one process: what it grows, from which noise, for which prompts."""
+
+    number: int
+    plan: Plan
+    key: Key  # of the seed and the number: all that is drawn in it
+    prompts: LocalPrompts
+    recorded: bool = False  # its first prompt's trees are kept for drawings
 
 
 @dataclass
@@ -25,6 +36,8 @@ class Rollout:
     """
 
     plan: Plan
+    key: Key
+    prompts: LocalPrompts
     cond: Cond
     latents: Float[Tensor, "prompts nodes *latent"]
     log_density: Float[Tensor, "prompts edges"]  # 0 on deterministic edges, which have none
@@ -35,32 +48,34 @@ class Rollout:
         return self.latents[:, self.plan.leaves]
 
 
+def sample_trees(policy: Policy, epoch: Epoch, cond: Cond) -> Rollout:
+    """The trees of an epoch, by the policy that the loss has roll out."""
+    with policy.acting(policy.sampler):
+        return grow_trees(policy, epoch.plan, cond, epoch.key, epoch.prompts, keep_x0=epoch.recorded)
+
+
 @torch.no_grad()
-def sample_trees(
-    model: Model,
+def grow_trees(
+    policy: Policy,
     plan: Plan,
     cond: Cond,
     key: Key,
-    prompt_ids: Int[Tensor, " prompts"],
-    config: SampleConfig,
+    local: LocalPrompts,
     keep_x0: bool = False,
     start: Float[Tensor, "prompts roots *latent"] | None = None,
-    trained_batch: int = 0,
 ) -> Rollout:
-    """Grow the plan's trees for every prompt. `prompt_ids` are global, so the noise does not depend on the rank.
-
-    `start` replaces the noise that trees grow from. `trained_batch` is the micro-batch of nodes that the update will
-    look at again, where they need one of their own.
+    """Grow a plan's trees for every prompt. The prompts' ids are global, so the noise does not depend on the rank.
+    `start` replaces the noise that trees grow from.
     """
-    prompts, device = len(cond), model.device
+    prompts, device, prompt_ids, shape = len(cond), policy.device, local.ids, policy.latent_shape
     if start is None:
         roots = addresses(plan, prompt_ids, torch.arange(plan.roots), device)
-        start = model.noise(key, roots).unflatten(0, (prompts, plan.roots))
+        start = policy.model.noise(key, roots).unflatten(0, (prompts, plan.roots))
     frontier = start.to(device)
-    storage = torch.device("cpu") if config.offload else device
-    latents = torch.empty(prompts, plan.nodes, *model.latent_shape, device=storage)
+    storage = torch.device("cpu") if policy.config.sample.offload else device
+    latents = torch.empty(prompts, plan.nodes, *shape, device=storage)
     log_density = torch.zeros(prompts, plan.edges, device=device)
-    x0 = torch.empty(plan.nodes, *model.latent_shape, device=device) if keep_x0 else None
+    x0 = torch.empty(plan.nodes, *shape, device=device) if keep_x0 else None
     latents[:, : plan.roots] = frontier
     # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
     table = Coefficients(*(to_device(c.float(), device) for c in plan.coefficients))
@@ -71,15 +86,13 @@ def sample_trees(
     first = 0  # the number of the frontier's first node
     for stochastic, levels in itertools.groupby(plan.levels, lambda level: bool(plan.stochastic[level.edges].any())):
         # What the update will look at again goes through its own code; the way to the leaves only has to be quick.
-        alike = stochastic and trained_batch > 0
-        size = trained_batch if alike else settled(config.batch_size)
-        sizes = model.update_batch_sizes if alike else (model.min_batch_size,)
-        with model.update_numerics() if stochastic else model.fast_sampling():
+        retraced = stochastic and policy.compares_densities
+        with policy.update_numerics() if retraced else policy.fast_sampling():
             for level in levels:
                 parents, slot = to_device(level.parents, device), to_device(level.slot, device)
                 children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
                 x = frontier[:, parents - first]
-                v = predict(model, x, timestep[parents], cond, size, config.pad_batches, sizes)
+                v = predict(policy, x, timestep[parents], cond, retraced)
                 if x0 is not None:
                     x0[parents] = predict_x0(x0_coefficients, parents, x[:1], v[:1])[0]
                 gaussian = transition(
@@ -94,7 +107,7 @@ def sample_trees(
                     before = here[:, slot]
                 if stochastic:
                     where = addresses(plan, prompt_ids, plan.child[level.edges], device)
-                    drawn = gaussian.sample(normal(key, where, model.latent_shape))
+                    drawn = gaussian.sample(normal(key, where, shape))
                     log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, -1))
                 else:
                     drawn = gaussian.mean
@@ -104,14 +117,7 @@ def sample_trees(
     if x0 is not None:
         leaves = to_device(plan.leaves, device)
         x0[leaves] = latents[0, leaves.to(storage)].to(device)
-    return Rollout(plan, cond, latents, log_density, x0)
-
-
-def trained_batch(model: Model, config: Config) -> int:
-    """Nodes that the update looks at again go through its own code where that is compiled, and so in its micro-batches;
-    0 where it makes no difference.
-    """
-    return settled(config.train.batch_size) if model.compiled else 0
+    return Rollout(plan, key, local, cond, latents, log_density, x0)
 
 
 def predict_x0(
@@ -140,21 +146,25 @@ def addresses(
 
 
 def predict(
-    model: Model,
+    policy: Policy,
     x: Float[Tensor, "prompts n *latent"],
     t: Float[Tensor, " n"],
     cond: Cond,
-    batch_size: int,
-    pad: bool,
-    sizes: Sequence[int],
+    retraced: bool = False,
 ) -> Float[Tensor, "prompts n *latent"]:
-    """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call."""
+    """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call.
+
+    What the update will look at again is `retraced`: where its code is compiled, in calls of sizes it rounds alike.
+    """
     prompts, n = x.shape[:2]
     flat, times = x.flatten(0, 1), t.repeat(prompts)
     out = torch.empty_like(flat)
-    for batch in batches(prompts * n, batch_size, pad, sizes):
+    alike = retraced and policy.compiled
+    size = policy.batch_sizes.train if alike else policy.batch_sizes.sample
+    sizes = policy.update_batch_sizes if alike else (policy.min_batch_size,)
+    for batch in batches(prompts * n, size, policy.config.sample.pad_batches, sizes):
         index = to_device(batch.rows, x.device)
         # Detached at once: the next call must find the memory of what a gradient would have needed free.
-        v = model.predict(flat[index], times[index], cond[index // n]).detach()
+        v = policy.predict(flat[index], times[index], cond[index // n]).detach()
         out[index[: batch.valid]] = v[: batch.valid]
     return out.unflatten(0, (prompts, n))

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import InputError
-from ..data.prompts import LocalPrompts, Prompts
-from ..models.base import Model
+from ..data.prompts import Prompts
 from ..rewards.base import Answers, Failures, Rewards, Scores
 from .batches import batches
+from .policy import Policy
+from .rollout import Rollout
 
 
 def as_bytes(pictures: Shaped[Tensor, "n *picture"]) -> Tensor:
@@ -81,11 +82,10 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def decode_and_score(
-    model: Model,
+    policy: Policy,
     rewards: Rewards,
     leaves: Float[Tensor, "prompts leaves *latent"],
     prompts: Prompts,
-    batch_size: int,
     keep_pictures: int = 0,
     measured: bool = False,
     stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
@@ -109,10 +109,10 @@ def decode_and_score(
             failures[name] = Failures(more + (failures[name].pictures if name in failures else 0), why)
 
     with ThreadPoolExecutor(1) as other, rewards.cancelled():
-        for batch in batches(len(flat), batch_size):
+        for batch in batches(len(flat), policy.batch_sizes.decode):
             index = batch.rows.tolist()
             with stage("decode"):
-                images = model.decode(flat[batch.rows].to(model.device))
+                images = policy.decode(flat[batch.rows].to(policy.device))
             if pending:
                 keep(pending.result())
             some = captions.take(index)
@@ -138,28 +138,32 @@ def decode_and_score(
     )
 
 
-def score_leaves(
-    model: Model,
+class LeafScores(NamedTuple):
+    """The scores of a process's leaves, none in places that only fill up, and what their pictures showed besides."""
+
+    scores: Scores
+    diversity: Float[Tensor, " prompts"]  # among each prompt's leaves
+    undecoded: int  # leaves that the decoder made no picture of
+
+
+def score(
+    policy: Policy,
     rewards: Rewards,
-    leaves: Float[Tensor, "prompts leaves *latent"],
-    local: LocalPrompts,
-    batch_size: int,
+    rollout: Rollout,
     stage: Callable[[str], AbstractContextManager[None]] = nullcontext,
-) -> tuple[Scores, Float[Tensor, " prompts"], int]:
-    """The scores of a process's leaves, none in places that only fill up; the diversity among each prompt's; and how
-    many of them the decoder made no picture of.
-    """
-    real = local.num_real
+) -> LeafScores:
+    """A rollout's leaves decoded and scored."""
+    leaves, real = rollout.leaves, rollout.prompts.num_real
     empty = torch.full((len(leaves) - real, leaves.shape[1]), torch.nan)
     apart = torch.full((len(leaves),), torch.nan)
     if not real:
-        return Scores({}, empty.double()), apart, 0
-    prompts = local.prompts.take(range(real))
-    scored = decode_and_score(model, rewards, leaves[:real], prompts, batch_size, stage=stage)
+        return LeafScores(Scores({}, empty.double()), apart, 0)
+    prompts = rollout.prompts.prompts.take(range(real))
+    scored = decode_and_score(policy, rewards, leaves[:real], prompts, stage=stage)
     apart[:real], found = diversity(scored.thumbnails), scored.scores
     parts = {name: torch.cat([values, empty]) for name, values in found.parts.items()}
     scores = Scores(parts, torch.cat([found.total, empty.to(found.total)]), found.failures)
-    return scores, apart, int(scored.nonfinite.sum())
+    return LeafScores(scores, apart, int(scored.nonfinite.sum()))
 
 
 def _joined(answers: list[dict[str, Tensor]]) -> dict[str, Float[Tensor, " n"]]:

@@ -1,6 +1,6 @@
-"""Training state: weights, their average, the optimizer, and how far the run has come."""
+"""Training state: weights, their average, an old policy's, the optimizer, and how far the run has come."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,30 +19,29 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
-class Ema:
-    """An exponential moving average of the trained weights."""
+class Shadow:
+    """Weights that follow the trained ones, and can take their place in the model for a while."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, every: int = 1) -> None:
-        self.parameters, self.decay, self.every, self.steps = parameters, decay, every, 0
-        self.average = {name: p.detach().clone() for name, p in parameters.items()}
+    def __init__(self, parameters: dict[str, nn.Parameter], weights: dict[str, Tensor]) -> None:
+        self.parameters, self.weights = parameters, weights
         self._own: dict[str, Tensor] | None = None
 
     @torch.no_grad()
-    def step(self) -> None:
-        self.steps += 1
-        if self.decay and self.steps % self.every == 0:
-            averages, live = list(self.average.values()), [self.parameters[name].detach() for name in self.average]
-            torch._foreach_lerp_(averages, live, 1 - self.decay)
+    def follow(self, keep: float) -> None:
+        """Keep that share of what they are, and take the rest from the trained weights."""
+        live = [self.parameters[name].detach() for name in self.weights]
+        torch._foreach_lerp_(list(self.weights.values()), live, 1 - keep)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over saved weights."""
+        copy_into(self.weights, weights)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights (its own where there is no average)."""
-        if not self.decay:
-            yield
-            return
-        self._own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        """Inside, the model has these weights."""
+        self._own = copies_of(self.parameters)
         try:
-            copy_into(self.parameters, self.average)
+            copy_into(self.parameters, self.weights)
             yield
         finally:
             self.restore()
@@ -54,6 +53,28 @@ class Ema:
             self._own = None
 
 
+class Ema(Shadow):
+    """An exponential moving average of the trained weights; none, and no memory, where its decay is 0."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, every: int = 1) -> None:
+        super().__init__(parameters, copies_of(parameters) if decay else {})
+        self.decay, self.every = decay, every
+
+    def step(self, steps: int) -> None:
+        """After so many optimizer steps of the run."""
+        if self.decay and steps % self.every == 0:
+            self.follow(self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights (its own where there is no average)."""
+        if not self.decay:
+            yield
+            return
+        with super().applied():
+            yield
+
+
 @dataclass
 class State:
     """Training state: everything that a checkpoint holds."""
@@ -61,8 +82,10 @@ class State:
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     ema: Ema
+    old: Shadow | None = None  # the old policy's weights, where the loss asks for it
     epoch: int = 0  # whole epochs behind it
     prompts: int = 0  # dealt out in them
+    steps: int = 0  # optimizer steps
     nonfinite_steps: int = 0  # optimizer steps in a row, the last ones, whose gradient was not finite
     forwards: int = 0
     forward_backwards: int = 0
@@ -74,8 +97,18 @@ class State:
         """Whether each process has a part of every tensor, so that all of them are needed to save it."""
         return any(map(is_sharded, self.parameters.values()))
 
+    def restore(self) -> None:
+        """Whoever's weights an interrupt has left in the model: it has its own again."""
+        self.ema.restore()
+        if self.old:
+            self.old.restore()
+
+
+def copies_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in parameters.items()}
+
 
 @torch.no_grad()
-def copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.copy_(to_sharding_of(parameter.detach(), tensors[name]))
+def copy_into(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, mine in held.items():
+        mine.copy_(to_sharding_of(mine.detach(), tensors[name]))

@@ -1,7 +1,7 @@
-"""Rollout + advantages + mask -> optimizer steps. One forward at a parent trains all its kept children."""
+"""Rollout + advantages + mask -> optimizer steps, by the loss. One forward of a call trains all its kept edges."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,21 +12,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..config.schema import Config, TrainConfig
 from ..core.errors import InputError
-from ..core.kernels import Coefficients, transition
-from ..core.losses import clipped_surrogate
+from ..core.kernels import Coefficients
+from ..core.losses import Calls, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who, noised
 from ..core.noise import Key
 from ..core.tensors import like
-from ..core.tree import Plan
-from ..data.prompts import LocalPrompts
-from ..models.base import Model
-from .batches import batches, settled, to_device
+from ..models.base import Cond
+from .batches import batches, to_device
 from .checks import gradient_sizes, reached_groups, unequal_gradients
+from .policy import Policy
 from .rollout import Rollout
 from .state import State
 
-SUMS = ("edges", "parents", "loss", "ratio", "clip_ratio", "approx_kl", "kl")
+COUNTED = ("edges", "parents")
+"""Sums that are of every loss: the trained edges, and the model calls that train them."""
 
 
 @dataclass
@@ -36,15 +35,19 @@ class Stats:
     Every rank has every name, also one that had nothing to train: the ranks add them up.
     """
 
-    sums: dict[str, Tensor] = field(default_factory=lambda: {name: torch.zeros(()) for name in SUMS})
+    sums: dict[str, Tensor]
     ratio_error: Tensor = field(default_factory=lambda: torch.zeros(()))  # largest |ratio - 1| in the first step
     grad_norm: float = 0.0
     steps: int = 0
     skipped: int = 0  # no edge had an advantage
     nonfinite: int = 0  # the gradient was not finite
-    reached: dict[str, bool] = field(default_factory=dict)  # kinds of layers, and whether a gradient came to them
-    unequal: list[str] = field(default_factory=list)  # parameters whose gradients differed between ranks
+    reached: dict[str, bool] = field(default_factory=dict[str, bool])  # kinds of layers, and whether a gradient came
+    unequal: list[str] = field(default_factory=list[str])  # parameters whose gradients differed between ranks
     ratios: Tensor | None = None  # of the first prompt's edges, NaN where not trained; where its trees are recorded
+
+    @classmethod
+    def of(cls, loss: EdgeLoss | LeafLoss) -> "Stats":
+        return cls({name: torch.zeros(()) for name in (*COUNTED, *loss.metrics)})
 
     def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
@@ -52,65 +55,66 @@ class Stats:
             self.sums[name] = self.sums[name].to(value.device) + value
 
 
-class Edges(NamedTuple):
-    """Some kept edges and their parents: `parents` are (prompt, node) rows, `row` says whose child each edge is."""
+class Trained(NamedTuple):
+    """Some model calls and the kept edges that they train: `calls` are (prompt, call) rows, `row` says which of them
+    each edge belongs to.
+    """
 
-    parents: Int[Tensor, "p 2"]
+    calls: Int[Tensor, "c 2"]
     prompt: Int[Tensor, " e"]
     edge: Int[Tensor, " e"]
     row: Int[Tensor, " e"]
 
-    def batch(self, index: Tensor, valid: int) -> "Edges":
-        """The edges of a run of parents (rows past `valid` are padding and have none)."""
+    def batch(self, index: Tensor, valid: int) -> "Trained":
+        """A run of calls and their edges (rows past `valid` are padding and have none)."""
         inside = (self.row >= index[0]) & (self.row < index[0] + valid)
-        return Edges(self.parents[index], self.prompt[inside], self.edge[inside], self.row[inside] - index[0])
+        return Trained(self.calls[index], self.prompt[inside], self.edge[inside], self.row[inside] - index[0])
 
 
 def update(
-    model: Model,
+    policy: Policy,
     state: State,
-    accelerator: Accelerator,
+    loss: EdgeLoss | LeafLoss,
     rollout: Rollout,
     advantage: Float[Tensor, "prompts edges"],
     keep: Bool[Tensor, "prompts edges"],
-    config: Config,
-    key: Key,
-    local: LocalPrompts,
+    updates: int | None = None,
     check_gradients: bool = True,
 ) -> Stats:
-    """`train.updates` optimizer steps over a seeded partition of the parents.
+    """`train.updates` optimizer steps over a seeded partition of the model calls; then the old policy follows.
 
     A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
-    change it. A step none of whose edges has an advantage is left out on every rank, unless there is a KL to follow.
-    `check_gradients` looks where the first two steps' gradients came to, and whether all ranks have the same.
+    change it. A step none of whose edges has an advantage is left out on every rank, unless there is a regularizer to
+    follow. `check_gradients` looks where the first two steps' gradients came to, and whether all ranks have the same.
     """
-    stats, train = Stats(), config.train
+    stats, accelerator, local, train = Stats.of(loss), policy.accelerator, rollout.prompts, policy.config.train
+    updates = train.updates if updates is None else updates
     if rollout.x0 is not None:
-        stats.ratios = torch.full((rollout.plan.edges,), torch.nan, device=model.device)
-    part_of = _partition(rollout.plan, local.total, train.updates, key)[local.ids.clamp_max(local.total - 1)]
-    for part in range(train.updates):
-        edges = _edges(rollout.plan, keep.cpu() & (part_of[:, rollout.plan.parent] == part))
-        queue = list(
-            batches(len(edges.parents), settled(train.batch_size), config.sample.pad_batches, model.update_batch_sizes)
-        )
-        useful = int((advantage[edges.prompt, edges.edge] != 0).any())
-        count, useful, calls = _across_ranks(accelerator, len(edges.edge), useful, len(queue))
-        if count == 0 or (useful == 0 and train.kl == 0):
+        stats.ratios = torch.full((rollout.plan.edges,), torch.nan, device=policy.device)
+    training = TrainingCalls(policy, loss, rollout, advantage)
+    whose = local.ids.clamp_max(local.total - 1)
+    part_of = partition(len(training.calls.node), local.total, updates, rollout.key)[whose]
+    how = policy.batch_sizes.train, policy.config.sample.pad_batches, policy.update_batch_sizes
+    for part in range(updates):
+        trained = training.trained(keep, part_of == part)
+        queue = list(batches(len(trained.calls), *how))
+        useful = int((advantage[trained.prompt, trained.edge] != 0).any())
+        count, useful, calls = _across_ranks(accelerator, len(trained.edge), useful, len(queue))
+        if count == 0 or (useful == 0 and not loss.has_regularizer):
             stats.skipped += 1
             continue
         for call in range(calls):
             # Split weights have their gradients summed at every call: kept whole, they would cost what was saved.
             waits = call + 1 < calls and not state.sharded
-            with accelerator.no_sync(model.module) if waits else nullcontext():
+            with policy.no_sync() if waits else nullcontext():
                 if call < len(queue):
-                    batch = edges.batch(*queue[call])
-                    loss = _loss(model, rollout, advantage, batch, train, stats, first=stats.steps == 0)
+                    total = training.loss_of(trained.batch(*queue[call]), stats, first=stats.steps == 0)
                 else:
-                    loss = _idle_loss(model, rollout, with_reference=train.kl > 0)
-                if not loss.requires_grad:
+                    total = training.idle()
+                if not total.requires_grad:
                     raise InputError("model.train", None, "no trained weight has a part in the model's answer")
                 # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
-                accelerator.backward(loss * (accelerator.num_processes / count))
+                accelerator.backward(total * (accelerator.num_processes / count))
         if check_gradients and stats.steps < 2:
             sizes = gradient_sizes(state.parameters, accelerator)
             stats.unequal += unequal_gradients(sizes)
@@ -120,13 +124,16 @@ def update(
         stats.grad_norm = norm if math.isnan(norm) else max(stats.grad_norm, norm)
         if math.isfinite(norm):
             state.optimizer.step()
-            state.ema.step()
+            state.steps += 1
+            state.ema.step(state.steps)
             stats.steps += 1
             state.nonfinite_steps = 0
         else:  # gradients are the same on all ranks by now, so all of them come here together
             stats.nonfinite += 1
             state.nonfinite_steps += 1
         state.optimizer.zero_grad(set_to_none=True)
+    if state.old and stats.steps:
+        state.old.follow(loss.old_decay(state.steps))
     return stats
 
 
@@ -139,56 +146,108 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     return float(norm)
 
 
-def _loss(
-    model: Model,
-    rollout: Rollout,
-    advantage: Tensor,
-    batch: Edges,
-    config: TrainConfig,
-    stats: Stats,
-    first: bool,
-) -> Float[Tensor, ""]:
-    """The summed loss of one micro-batch: a forward per parent, a density per edge."""
-    plan, device = rollout.plan, model.device
+class TrainingCalls:
+    """The model calls that train with a rollout, and what the loss makes of their answers."""
 
-    def of_edges(values: Tensor) -> Tensor:
-        return to_device(values[batch.edge].float(), device)
+    def __init__(
+        self, policy: Policy, loss: EdgeLoss | LeafLoss, rollout: Rollout, advantage: Float[Tensor, "prompts edges"]
+    ) -> None:
+        self.policy, self.loss, self.rollout, self.advantage = policy, loss, rollout, advantage
+        self.device, self.ids = policy.device, rollout.prompts.ids
+        self.calls: Calls = loss.calls(rollout.plan)
+        self.level = loss.levels(rollout.plan, rollout.key, self.ids)
 
-    prompt, node = batch.parents.unbind(1)
-    x = _at(rollout.latents, prompt, node, device)
-    t = to_device(plan.timestep[node].float(), device)
-    cond = rollout.cond[to_device(prompt, device)]
-    child = _at(rollout.latents, batch.prompt, plan.child[batch.edge], device)
-    row = to_device(batch.row, device)
-    coefficients = Coefficients(*map(of_edges, plan.coefficients))
-    policy = transition(x[row], model.predict(x, t, cond)[row], coefficients)
+    def trained(
+        self, keep: Bool[Tensor, "prompts edges"], among: Bool[Tensor, "prompts calls"] | None = None
+    ) -> Trained:
+        """The calls (`among` some of them) that have kept edges, in order, and these edges."""
+        kept = keep.cpu()[:, self.calls.edge]
+        prompt, pair = (kept if among is None else kept & among[:, self.calls.call]).nonzero(as_tuple=True)
+        calls, row = torch.stack([prompt, self.calls.call[pair]], 1).unique(dim=0, return_inverse=True)
+        return Trained(calls, prompt, self.calls.edge[pair], row)
 
-    new = policy.log_density(child)
-    old = _at(rollout.log_density, batch.prompt, batch.edge, device)
-    weight = of_edges(plan.noise_weight) if config.edge_weight == "noise" else None
-    gain = _at(advantage.to(new.dtype), batch.prompt, batch.edge, device)
-    loss, seen = clipped_surrogate(new, old, gain, config.clip, weight)
-    ratio = seen["ratio"]
-    if first:
-        stats.ratio_error = torch.maximum(stats.ratio_error.to(device), (ratio - 1).abs().max())
-    if stats.ratios is not None:
-        own = (batch.prompt == 0).nonzero().squeeze(1)
-        stats.ratios[to_device(batch.edge[own], device)] = ratio.detach().float()[to_device(own, device)]
-    stats.add(
-        edges=len(row),
-        parents=len(torch.unique(batch.row)),
-        loss=loss,
-        ratio=ratio.sum(),
-        clip_ratio=seen["clipped"].sum(),
-        approx_kl=(ratio - 1 - (new.detach() - old)).sum(),
-    )
-    if config.kl > 0:
-        with torch.no_grad(), model.reference():
-            base = model.predict(x, t, cond)[row]
-        divergence = policy.kl(transition(x[row], base, coefficients)).sum()
-        stats.add(kl=divergence)
-        loss = loss + config.kl * divergence
-    return loss
+    def loss_of(self, trained: Trained, stats: Stats, first: bool) -> Float[Tensor, ""]:
+        """The summed loss of one micro-batch: a forward a call, then whatever the loss makes of its edges."""
+        prompt, call = trained.calls.unbind(1)
+        step = self.level[prompt, call]
+        t = to_device(self.rollout.plan.schedule.timestep[step].float(), self.device)
+        cond = self.rollout.cond[to_device(prompt, self.device)]
+        x = _at(self.rollout.latents, prompt, self.calls.node[call], self.device)
+        if isinstance(self.loss, EdgeLoss):
+            answers = self._ask(x, t, cond)
+            loss, seen = self.loss(answers, self._edges(trained, x))
+        else:
+            batch = self._leaves(self.loss, trained, x, step)
+            answers, own = self._ask(batch.x, t, cond), slice(len(trained.edge))  # what is left only fills up
+            loss, seen = self.loss({who: v[own] for who, v in answers.items()}, batch.first(len(trained.edge)))
+        _check(self.loss, loss, seen, len(trained.edge))
+        stats.add(edges=len(trained.edge), parents=len(torch.unique(trained.row)))
+        stats.add(**{name: values.sum() for name, values in seen.items()})
+        if "ratio" in seen:
+            self._keep_ratios(seen["ratio"].detach(), trained, stats, first)
+        return loss
+
+    def idle(self) -> Float[Tensor, ""]:
+        """Forwards whose gradient is zero: ranks must make the same calls, also those out of work."""
+        first = torch.zeros(self.policy.min_batch_size, dtype=torch.long)
+        x, plan = _at(self.rollout.latents, first, first, self.device), self.rollout.plan
+        t, cond = like(plan.timestep[first], x), self.rollout.cond[to_device(first, self.device)]
+        return 0.0 * self._ask(x, t, cond)["policy"].sum()
+
+    def _ask(self, x: Float[Tensor, "c *latent"], t: Float[Tensor, " c"], cond: Cond) -> dict[Who, Tensor]:
+        """Everyone's answers; the trained policy's last, whose gradients take memory from then on."""
+        everyone: tuple[Who, ...] = (*self.loss.asks, "policy")
+        return {who: self.policy.predict(x, t, cond, who) for who in everyone}
+
+    def _edges(self, trained: Trained, x: Float[Tensor, "c *latent"]) -> EdgeBatch:
+        plan, rollout, device = self.rollout.plan, self.rollout, self.device
+
+        def of_edges(values: Tensor) -> Tensor:
+            return to_device(values[trained.edge].float(), device)
+
+        return EdgeBatch(
+            x=x,
+            row=to_device(trained.row, device),
+            child=_at(rollout.latents, trained.prompt, plan.child[trained.edge], device),
+            log_density=_at(rollout.log_density, trained.prompt, trained.edge, device),
+            advantage=self._advantage(trained),
+            noise_weight=of_edges(plan.noise_weight),
+            coefficients=Coefficients(*map(of_edges, plan.coefficients)),
+        )
+
+    def _leaves(self, loss: LeafLoss, trained: Trained, x0: Float[Tensor, "c *latent"], step: Tensor) -> LeafBatch:
+        prompt, call = (to_device(column, self.device) for column in trained.calls.unbind(1))
+        schedule = self.rollout.plan.schedule
+        exact = schedule.sigma[step]
+        sigma, alpha = (to_device(level.float(), self.device) for level in (exact, schedule.alpha(exact)))
+        ids = to_device(self.ids, self.device)[prompt]
+        noise = loss.noise(self.rollout.key, ids, call, self.policy.latent_shape)
+        x, prediction = noised(x0, noise, alpha, sigma), schedule.prediction
+        return LeafBatch(x, x0, noise, sigma, alpha, self._advantage(trained), prediction)
+
+    def _advantage(self, trained: Trained) -> Float[Tensor, " e"]:
+        return _at(self.advantage.float(), trained.prompt, trained.edge, self.device)
+
+    def _keep_ratios(self, ratio: Float[Tensor, " e"], trained: Trained, stats: Stats, first: bool) -> None:
+        if first:
+            stats.ratio_error = torch.maximum(stats.ratio_error.to(self.device), (ratio - 1).abs().max())
+        if stats.ratios is not None:
+            own = (trained.prompt == 0).nonzero().squeeze(1)
+            stats.ratios[to_device(trained.edge[own], self.device)] = ratio.float()[to_device(own, self.device)]
+
+
+def _check(loss: EdgeLoss | LeafLoss, total: object, seen: Mapping[str, object], edges: int) -> None:
+    """A loss of a user's own is held to what it says of itself."""
+    name = type(loss).__name__
+    if not isinstance(total, Tensor) or total.shape != ():
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise InputError("loss.name", name, f"returned {shape} as its loss", "a scalar, summed over edges")
+    if seen.keys() != set(loss.metrics):
+        raise InputError("loss.name", name, f"measured {', '.join(seen) or 'nothing'}", ", ".join(loss.metrics))
+    for what, values in seen.items():
+        if not isinstance(values, Tensor) or values.shape != (edges,):
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise InputError("loss.name", name, f"returned {shape} for {what}", "a tensor of one value an edge")
 
 
 def _at(values: Tensor, first: Tensor, second: Tensor, device: torch.device) -> Tensor:
@@ -198,32 +257,11 @@ def _at(values: Tensor, first: Tensor, second: Tensor, device: torch.device) -> 
     return values[to_device(first, values.device), to_device(second, values.device)]
 
 
-def _idle_loss(model: Model, rollout: Rollout, with_reference: bool) -> Float[Tensor, ""]:
-    """A forward whose gradient is zero: ranks must make the same calls, also those out of work."""
-    first = torch.zeros(model.min_batch_size, dtype=torch.long)
-    x = _at(rollout.latents, first, first, model.device)
-    t, cond = like(rollout.plan.timestep[first], x), rollout.cond[to_device(first, model.device)]
-    loss = 0.0 * model.predict(x, t, cond).sum()
-    if with_reference:  # its weights may be split over the ranks too
-        with torch.no_grad(), model.reference():
-            model.predict(x, t, cond)
-    return loss
-
-
-def _edges(plan: Plan, keep: Bool[Tensor, "prompts edges"]) -> Edges:
-    prompt, edge = keep.nonzero(as_tuple=True)
-    parents, row = torch.stack([prompt, plan.parent[edge]], 1).unique(dim=0, return_inverse=True)
-    return Edges(parents, prompt, edge, row)
-
-
-def _partition(plan: Plan, prompts: int, parts: int, key: Key) -> Int[Tensor, "prompts nodes"]:
-    """Which optimizer step each (global prompt, node) trains in, evenly; the same for every number of ranks."""
-    samples = plan.trained_parents
+def partition(calls: int, prompts: int, parts: int, key: Key) -> Int[Tensor, "prompts calls"]:
+    """Which optimizer step each call of a (global) prompt trains in, evenly; the same for every number of ranks."""
     generator = torch.Generator().manual_seed(key[0] << 31 | key[1] >> 1)
-    order = torch.randperm(prompts * len(samples), generator=generator)
-    part_of = torch.zeros(prompts, plan.nodes, dtype=torch.long)
-    part_of[:, samples] = (order % parts).view(prompts, len(samples))
-    return part_of
+    order = torch.randperm(prompts * calls, generator=generator)
+    return (order % parts).view(prompts, calls)
 
 
 def _across_ranks(accelerator: Accelerator, edges: int, useful: int, calls: int) -> tuple[int, int, int]:

@@ -39,14 +39,14 @@ RENAMED = {
     "half_decoder": "vae_fp16_safe",
     "led_away_from": "negative_texts",
     "compiles_by_itself": "auto_compile",
-    "quickly": "fast_sampling",
-    "as_trained": "update_numerics",
-    "least_rows": "min_batch_size",
-    "trained_sizes": "update_batch_sizes",
+    "compile": "compile_decoder",
 }
 """Methods and attributes that had another name. A class of a user's own that still overrides the old one is an error:
 it would be ignored without a word. (Names that others may use for things of their own fail in other ways.)
 """
+MOVED = {"quickly", "as_trained", "least_rows", "trained_sizes"}
+MOVED |= {"fast_sampling", "update_numerics", "min_batch_size", "update_batch_sizes", "keep_reference", "reference"}
+"""What a model once did and the engine's `Policy` does now."""
 
 
 def model_class(config: Config) -> type[Model]:
@@ -66,6 +66,9 @@ def check_overrides(family: str, found: type[Model]) -> None:
     own = {name for cls in found.__mro__ if not cls.__module__.startswith("arborl.") for name in vars(cls)}
     for old in sorted(own & RENAMED.keys()):
         raise InputError("model.family", family, f"overrides {old}, which has another name now", RENAMED[old])
+    for old in sorted(own & MOVED):
+        problem = f"overrides {old}, which is not the model's any more: arborl.engine.policy.Policy has it"
+        raise InputError("model.family", family, problem)
 
 
 def family_of(path: str) -> str:
@@ -85,6 +88,4 @@ def load_model(config: Config, device: torch.device) -> Model:
         model = model_class(config)(config, device)
         model.make_trainable(config.model.train, lora.rank, lora.alpha, lora.targets)
     checkpoint_activations(model.module, config.train.gradient_checkpointing)
-    if config.train.kl > 0:
-        model.keep_reference()
     return model

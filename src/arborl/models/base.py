@@ -1,17 +1,13 @@
 """The protocol between engine and model, and code that all models share."""
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import Config
 from ..core.errors import InputError
@@ -19,8 +15,6 @@ from ..core.noise import Key, normal
 from ..core.schedule import Schedule, shifted
 from ..data.embedding_cache import Embeddings
 from . import lora
-from .activation_checkpointing import checkpoint_activations
-from .compile import compile_blocks
 
 
 @dataclass(frozen=True)
@@ -55,15 +49,13 @@ class Model(ABC):
     lora_targets: ClassVar[Sequence[str]] = ()
 
     module: nn.Module
-    """What is trained. The loop replaces it by its prepared (wrapped, compiled) form; `predict` goes through it."""
+    """What is trained; `predict` calls it each time. The engine's `Policy` puts its wrapped form in its place, and for
+    a call another policy's.
+    """
     latent_shape: tuple[int, ...]
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.frozen: nn.Module | None = None  # the KL reference of a full fine-tune
-        self.compiled = False
-        self.bitwise_batch_sizes: tuple[int, ...] = ()
-        """Sizes of calls that the update's code rounds alike, in order (see `find_bitwise_batch_sizes`)."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -131,26 +123,8 @@ class Model(ABC):
         # Rollout and update must be the same function; dropout would make them two.
         self.module.eval()
 
-    @property
-    def min_batch_size(self) -> int:
-        """The smallest batch of a call, unless micro-batches are of one row: compiled code would need another
-        graph for a single row, which rounds differently and takes as long to compile.
-        """
-        return 2 if self.compiled else 1
-
-    @property
-    def update_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that calls of trained nodes are padded to, so that rollout and update round alike."""
-        return self.bitwise_batch_sizes or (self.min_batch_size,)
-
-    def compile(self) -> list[str]:
-        """Run `predict` as compiled code from now on, and `decode` where a family says how; returns messages for the
-        user.
-        """
-        for module in filter(None, [self.module, self.frozen]):
-            compile_blocks(module)
-        checkpoint_activations(self.module, self.config.train.gradient_checkpointing, compiled=True)
-        self.compiled = True
+    def compile_decoder(self) -> list[str]:
+        """Run `decode` as compiled code from now on, where a family says how; returns messages for the user."""
         return []
 
     def check_decoder(self, latents: Float[Tensor, "n *latent"]) -> list[str]:
@@ -158,44 +132,3 @@ class Model(ABC):
         message returned.
         """
         return []
-
-    @contextmanager
-    def update_numerics(self) -> Iterator[None]:
-        """Inside, `predict` runs the code that the update runs. Compiled, that is other code than without gradients,
-        and it rounds differently.
-        """
-        # No backward pass will follow, and other ranks are not to wait for one.
-        alone = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
-        with torch.set_grad_enabled(self.compiled), alone:
-            yield
-
-    @contextmanager
-    def fast_sampling(self) -> Iterator[None]:
-        """Inside, `predict` is the policy as fast as it can be, to the rounding of its weights, and without gradients.
-
-        Compiled, adapters are merged into the weights for that: beside them they cost an eighth of a forward.
-        """
-        split = any(isinstance(p, DTensor) for p in self.module.parameters())
-        merges = self.compiled and lora.is_injected(self.module) and not split
-        with torch.no_grad(), lora.merged(self.module) if merges else nullcontext():
-            yield
-
-    def keep_reference(self) -> None:
-        """Remember the current policy as the KL reference: with LoRA it is there already, else it is a frozen copy."""
-        if not lora.is_injected(self.module):
-            self.frozen = copy.deepcopy(self.module).requires_grad_(False)
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside, `predict` is the reference policy."""
-        if lora.is_injected(self.module):
-            with lora.disabled(self.module):
-                yield
-            return
-        if self.frozen is None:
-            raise RuntimeError("keep_reference() was not called before training")
-        trained, self.module = self.module, self.frozen
-        try:
-            yield
-        finally:
-            self.module = trained

@@ -224,12 +224,11 @@ class PipelineModel(Model):
         shift = vae.config.shift_factor or 0.0
         return vae.decode(latents / vae.config.scaling_factor + shift, return_dict=False)[0]
 
-    def compile(self) -> list[str]:
-        """The decoder too, where it is convolutions all through; in float16 if it draws the same pictures in it."""
-        messages = super().compile()
+    def compile_decoder(self) -> list[str]:
+        """Where it is convolutions all through; in float16 if it draws the same pictures in it."""
         decoder = getattr(self.pipe.vae, "decoder", None)
         if self.video or decoder is None:
-            return messages
+            return []
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             decoder.to(memory_format=torch.channels_last)
@@ -238,7 +237,7 @@ class PipelineModel(Model):
         if on_gpu and self.vae_fp16_safe and self.config.model.vae_dtype == "auto":
             self.decode_dtype = torch.float16
         noise = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
-        return [*messages, *self.check_decoder(noise)]
+        return self.check_decoder(noise)
 
     def check_decoder(self, latents: Tensor) -> list[str]:
         if self.decode_dtype == torch.float32 or self.config.model.vae_dtype != "auto":

@@ -38,7 +38,7 @@ COUNTERS = {
     "forward_backwards": "forward_backwards",
 }
 """The counters of a state, and their names in its file."""
-OWN_NAMES = re.compile(rf"{SUMS}|{HEADER}|(weights|ema|optimizer\.[a-z_]+)\.safetensors")
+OWN_NAMES = re.compile(rf"{SUMS}|{HEADER}|(weights|ema|old|optimizer\.[a-z_]+)\.safetensors")
 """The names of a checkpoint's files."""
 SET_ASIDE = re.compile(rf"{BEST}_epoch_\d{{6,}}(-\d+)?")
 """The names of best weights that are not compared with today's."""
@@ -72,7 +72,7 @@ def _write(
     more: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path | None:
-    state.ema.restore()
+    state.restore()
     tensors = _contents(state, with_optimizer)
     if not writes:
         _take_part(state, tensors)
@@ -85,7 +85,7 @@ def _write(
             for file, group in itertools.groupby(tensors, key=lambda one: one[0]):
                 save_file({name: gathered_on_host(tensor) for _, name, tensor in group}, aside / file)
             head = {"version": VERSION} | {kept: getattr(state, name) for name, kept in COUNTERS.items()}
-            head |= {"ema_steps": state.ema.steps, "prompt_list": state.prompt_list, **(more or {})}
+            head |= {"ema_steps": state.steps, "prompt_list": state.prompt_list, **(more or {})}
             (aside / HEADER).write_text(json.dumps(head))
             _seal(aside)
             put_aside = _put(aside, target, outer)
@@ -111,8 +111,9 @@ def _contents(state: State, with_optimizer: bool) -> Iterator[tuple[str, str, Te
     """The tensors of a checkpoint, as (file, name, tensor): a host never needs more than one copy of the weights."""
     files: dict[str, Mapping[str, Tensor]] = {"weights.safetensors": state.parameters}
     if state.ema.decay:
-        files["ema.safetensors"] = state.ema.average
+        files["ema.safetensors"] = state.ema.weights
     if with_optimizer:
+        files |= {"old.safetensors": state.old.weights} if state.old else {}
         found = {name: state.optimizer.state.get(p, {}) for name, p in state.parameters.items()}
         for slot in sorted({slot for held in found.values() for slot in held}):
             kept = {name: held[slot] for name, held in found.items() if slot in held}
@@ -123,12 +124,13 @@ def _contents(state: State, with_optimizer: bool) -> Iterator[tuple[str, str, Te
 def load_checkpoint(state: State, path: Path) -> None:
     """Take over a checkpoint that was found sound."""
     head = read_header(path)
-    average = weights = _fitting(state.parameters, read_weights(path / "weights.safetensors"))
+    weights = _fitting(state.parameters, read_weights(path / "weights.safetensors"))
     copy_into(state.parameters, weights)
-    # An average that is switched on later begins with the weights it finds.
-    if (file := weights_file(path)).name != "weights.safetensors":
-        average = _fitting(state.parameters, read_weights(file))
-    state.ema.average = {n: to_sharding_of(p.detach(), average[n].to(p.dtype)) for n, p in state.parameters.items()}
+    # An average or an old policy that is switched on later begins with the weights it finds.
+    for name, shadow in {"ema": state.ema, "old": state.old}.items():
+        file = path / f"{name}.safetensors"
+        if shadow:
+            shadow.load(_fitting(state.parameters, read_weights(file)) if file.is_file() else weights)
     slots = {file.name.split(".")[1]: _tensors(file) for file in path.glob("optimizer.*.safetensors")}
     _check_optimizer(state.parameters, slots, path)
     found: dict[int, dict[str, Tensor]] = {}
@@ -139,7 +141,7 @@ def load_checkpoint(state: State, path: Path) -> None:
         found |= {number: placed} if placed else {}
     # The groups hold learning rate and decay: those of this run's settings, not of before.
     state.optimizer.load_state_dict({"state": found, "param_groups": state.optimizer.state_dict()["param_groups"]})
-    state.ema.steps = head["ema_steps"]
+    state.steps = head["ema_steps"]
     for name, kept in COUNTERS.items():
         setattr(state, name, head[kept])
     state.saved = state.epoch

@@ -11,9 +11,9 @@ from ..data.prompts import LocalPrompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather, gather_strings, sum_ranks
 from ..engine.checks import check_spread, check_transitions, groups_of_leaves, ratio_bound, recheck_steps, spread_of
+from ..engine.policy import Policy
 from ..engine.rollout import Rollout
 from ..engine.update import Stats
-from ..models import Model
 from ..rewards import Rewards, Scores
 from .logger import Logger
 
@@ -24,7 +24,7 @@ class Guards:
 
     config: Config
     accelerator: Accelerator
-    model: Model
+    policy: Policy
     rewards: Rewards
     logger: Logger
     coordinator: Coordinator
@@ -66,20 +66,22 @@ class Guards:
                 text = "answered NaN, no score, for some leaves; such leaves are left out and counted"
                 self.logger.warn_once(f"rewards.{name} {text}")
 
-    def check_decoder(self, rollout: Rollout, local: LocalPrompts) -> None:
+    def check_decoder(self, rollout: Rollout) -> None:
         """Once, at a run's first epoch: does the decoder draw what it draws in full precision?"""
-        if not self.rollout_checked and local.num_real:
-            for text in self.model.check_decoder(rollout.leaves[0, :2].to(self.model.device)):
+        if not self.rollout_checked and rollout.prompts.num_real:
+            for text in self.policy.model.check_decoder(rollout.leaves[0, :2].to(self.policy.device)):
                 self.logger.warn_once(text)
 
-    def check_rollout(self, rollout: Rollout, scores: Scores, local: LocalPrompts) -> None:
+    def check_rollout(self, rollout: Rollout, scores: Scores) -> None:
         """Once, at a run's first epoch: is the log-density that of the noise drawn, and do leaves differ in score?"""
         if self.rollout_checked:
             return
         self.rollout_checked = True
-        steps = recheck_steps(self.model, rollout, self.config)
-        self.logger.warn_if_wrong(check_transitions(steps, ratio_bound(self.model, self.accelerator))[1])
-        found = spread_of(gather(scores.total.float(), self.accelerator)[: local.total], groups_of_leaves(rollout.plan))
+        if self.policy.compares_densities:
+            steps = recheck_steps(self.policy, rollout)
+            self.logger.warn_if_wrong(check_transitions(steps, ratio_bound(self.policy))[1])
+        total = gather(scores.total.float(), self.accelerator)[: rollout.prompts.total]
+        found = spread_of(total, groups_of_leaves(rollout.plan))
         self.logger.warn_if_wrong(check_spread({0: found}, 0))
 
     def check_update(self, metrics: dict[str, float], stats: Stats) -> None:
@@ -97,7 +99,7 @@ class Guards:
         if self.update_checked or not metrics["steps"]:
             return
         if not self.steps:
-            self._check_first(metrics["ratio_error"], stats)
+            self._check_first(metrics.get("ratio_error", 0.0), stats)
         self.steps += stats.steps
         self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
         # A last layer that starts at zero lets gradients through from the second step on.
@@ -118,8 +120,8 @@ class Guards:
                 f"{stats.unequal[0]}: they are not synchronised, and every process would train a model of its own"
             )
             raise self.coordinator.raised_by_all(InputError("processes", self.accelerator.num_processes, problem))
-        bound = ratio_bound(self.model, self.accelerator)
-        if not ratio_error <= bound:
+        bound = ratio_bound(self.policy)
+        if self.policy.compares_densities and not ratio_error <= bound:
             self.logger.warn_once(
                 f"the first update's ratio is off by {ratio_error:.1e} (rounding explains {bound:.0e}): the "
                 "rollout drew from another policy than the update evaluates. Look for dropout, a changed dtype or a "

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from ..config import save_config
+from ..config import save_config, with_settings
 from ..config.schema import Config
 from ..distributed.coordination import fail_together
 from ..engine.checks import Finding
@@ -62,7 +62,7 @@ class Logger:
             name = [str(resume or (claim_folder(config) if self.main else ""))]
         self.folder = Path(broadcast_object_list(name)[0])
         if not resume:
-            config.run_name = self.folder.name
+            config = with_settings(config, {"run_name": self.folder.name})
         with fail_together(accelerator):
             with self.writing():
                 self.lock = lock(self.folder / LOCK) if self.main and held is None else held

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..core.tree import Plan
 from ..distributed.gather import gather, gather_strings, max_rank
 from ..engine.cost import BACKWARD_COST
-from ..engine.update import SUMS, Stats
+from ..engine.update import Stats
 from ..rewards import Rewards, Scores
 
 
@@ -50,22 +49,22 @@ def score_metrics(
 
 def update_metrics(
     advantage: Float[Tensor, "prompts edges"],
-    plan: Plan,
+    trainable: Bool[Tensor, " edges"],
     stats: Stats,
     prompts: int,
-    with_kl: bool,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Of the epoch's advantages and optimizer steps, on all ranks."""
-    size = gather(advantage[:, plan.stochastic].abs().float(), accelerator)[:prompts]
+    """Of the epoch's advantages and optimizer steps, on all ranks. `trainable` is what the loss can train."""
+    size = gather(advantage[:, trainable].abs().float(), accelerator)[:prompts]
     metrics = {"advantage_abs": float(size.nanmean()), "advantage_zero": float((size == 0).float().mean())}
-    sums = torch.stack([stats.sums[name].double().cpu() for name in SUMS])
-    summed = dict(zip(SUMS, gather(sums[None], accelerator).sum(0).tolist(), strict=True))
+    sums = torch.stack([values.double().cpu() for values in stats.sums.values()])
+    summed = dict(zip(stats.sums, gather(sums[None], accelerator).sum(0).tolist(), strict=True))
     edges, parents = summed.pop("edges"), summed.pop("parents")
     metrics |= {"edges": edges, "parents": parents}
-    metrics |= {name: value / edges for name, value in summed.items() if edges and (with_kl or name != "kl")}
+    metrics |= {name: value / edges for name, value in summed.items() if edges}
+    if "ratio" in stats.sums:
+        metrics["ratio_error"] = max_rank(float(stats.ratio_error), accelerator)
     return metrics | {
-        "ratio_error": max_rank(float(stats.ratio_error), accelerator),
         "grad_norm": stats.grad_norm,
         "steps": stats.steps,
         "steps_skipped": stats.skipped,

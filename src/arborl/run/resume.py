@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..config import load_config, read_before, read_config
+from ..config import load_config, read_before, read_config, with_settings
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..engine.autotune import find_batch_sizes
+from ..engine.batches import BATCH_SIZE_SETTINGS
+from ..engine.policy import Policy
 from ..engine.precompute import precompute_embeddings
 from ..engine.state import trainable
-from ..models import Model, load_model
+from ..models import load_model
 from .checkpoint import Weights, latest_valid, load_weights, problem_with, read_weights, weights_file
 from .folder import check_is_run, flat, read_summary, summary_damaged
 from .paths import CHECKPOINTS, CONFIG
@@ -51,14 +53,12 @@ def resolve_start(resume: Path | None, name: str | None, overrides: Sequence[str
     if not (folder / CONFIG).is_file():
         return StartPoint(config, None)
     before = read_config(folder / CONFIG)
-    for section, size in (("sample", "batch_size"), ("sample", "decode_batch_size"), ("train", "batch_size")):
-        if getattr(getattr(config, section), size) == "auto":  # what was found before, so that the run is the same
-            setattr(getattr(config, section), size, getattr(getattr(before, section), size))
-    given = {text.split("=", 1)[0] for text in overrides}
-    for section, name in (key.split(".") for key in read_before(folder / CONFIG) if key not in given):
-        setattr(getattr(config, section), name, getattr(getattr(before, section), name))  # as the run was begun
-    before.run_name, before.log.dir = config.run_name, config.log.dir  # it may have been moved
-    check_same(before, config)
+    was, now, given = flat(before), flat(config), {text.split("=", 1)[0] for text in overrides}
+    as_begun = [key for key in BATCH_SIZE_SETTINGS if now[key] == "auto"]  # what was found, so that the run is the same
+    as_begun += [key for key in read_before(folder / CONFIG) if key not in given]
+    config = with_settings(config, {key: was[key] for key in as_begun})
+    moved = {"run_name": config.run_name, "log.dir": config.log.dir}
+    check_same(with_settings(before, moved), config)
     return StartPoint(config, folder, _is_finished(folder, config))
 
 
@@ -136,16 +136,16 @@ def _present(run: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -> Model:
-    """A model for looking at: the configured one, with a run's averaged or newest weights where one is named."""
+def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -> Policy:
+    """A policy for looking at: the configured one, with a run's averaged or newest weights where one is named."""
     accelerator = start_accelerator(config, together=False)
     precompute_embeddings(config, texts, accelerator)
-    model = load_model(config, accelerator.device)
+    policy = Policy(load_model(config, accelerator.device), config, accelerator)
     if run is not None:
-        load_weights(trainable(model.module), weights_of(run))
-    model.module = accelerator.prepare_model(model.module)
-    find_batch_sizes(config, model, None, accelerator, texts[0])
-    return model
+        load_weights(trainable(policy.module), weights_of(run))
+    policy.prepare()
+    policy.batch_sizes, _ = find_batch_sizes(config, policy, None, texts[0])
+    return policy
 
 
 def _run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:

@@ -1,7 +1,7 @@
 """A run from its first epoch to its last, as the loop in `trainer.py` calls it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -13,30 +13,29 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..config.schema import Config
-from ..core.advantage import advantages
 from ..core.errors import InputError
-from ..core.tree import Plan
-from ..data.prompts import LocalPrompts, Prompts, local_prompts, split_prompts
+from ..core.noise import fold
+from ..data.prompts import Prompts, local_prompts, split_prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import any_rank, gather, nonfinite_weights, sum_ranks
 from ..engine.autotune import peak_memory
-from ..engine.batches import settled
 from ..engine.evaluate import evaluate
-from ..engine.method import advantage_arguments, advantage_of, window_of
-from ..engine.rollout import Rollout
-from ..engine.score import score_leaves
+from ..engine.method import Method, make_plan, window_of
+from ..engine.policy import Policy
+from ..engine.rollout import Epoch, Rollout
+from ..engine.score import LeafScores
 from ..engine.state import State
 from ..engine.update import Stats
-from ..models import Model
-from ..rewards import Rewards, Scores
+from ..rewards import Rewards
 from .checkpoint import checkpoints
 from .drawings import draw_tree
 from .evaluations import Evaluations
 from .folder import evaluation_in
 from .guards import Guards
 from .logger import Logger
-from .metrics import score_metrics, speed_metrics, std, update_metrics
+from .metrics import score_metrics, speed_metrics, update_metrics
 from .paths import CHECKPOINTS, TREES, epoch_name, epoch_of
+from .progress import ProgressBar
 from .saver import Saver
 from .summary import write_summary
 from .trees import first_tree
@@ -46,7 +45,8 @@ from .trees import first_tree
 class Run:
     config: Config
     accelerator: Accelerator
-    model: Model
+    policy: Policy
+    method: Method
     rewards: Rewards
     train_prompts: Prompts
     eval_prompts: Prompts
@@ -55,14 +55,15 @@ class Run:
     coordinator: Coordinator
     flops: int = 0  # floating-point operations of a forward
     finished: bool = False
-    diversity: Tensor = field(default_factory=lambda: torch.zeros(0))  # among each prompt's leaves, this epoch
-    undecoded: int = 0  # of this epoch's leaves on this process
+    evaluated: dict[str, float] = field(default_factory=dict[str, float])  # metrics of this epoch's evaluation
 
     def __post_init__(self) -> None:
-        own = self.config, self.accelerator
-        self.guards = Guards(*own, self.model, self.rewards, self.logger, self.coordinator)
-        self.evaluations = Evaluations(*own, self.rewards, self.eval_prompts, self.logger, self.coordinator)
-        self.saver = Saver(self.config, self.accelerator, self.state, self.logger, self.coordinator)
+        own, logger = (self.config, self.accelerator), self.logger
+        self.guards = Guards(*own, self.policy, self.rewards, logger, self.coordinator)
+        self.evaluations = Evaluations(*own, self.rewards, self.eval_prompts, logger, self.coordinator)
+        self.saver = Saver(*own, self.state, logger, self.coordinator)
+        self.bar = ProgressBar(logger, self.state.epoch, self.epochs, self.config.train.max_seconds)
+        self.schedule = self.policy.schedule()
 
     @property
     def epochs(self) -> int | None:
@@ -80,35 +81,54 @@ class Run:
             and not self.evaluations.hacked
         )
 
-    def local_prompts(self) -> LocalPrompts:
-        """This process's prompts of the next epoch."""
-        how = split_prompts(self.config.sample, self.accelerator.num_processes)
-        return local_prompts(
-            self.train_prompts, how, self.accelerator.process_index, self.state.prompts, self.config.seed
+    def next_epoch(self) -> Epoch:
+        """What this process does in the epoch to come."""
+        config, number = self.config, self.state.epoch
+        how = split_prompts(config.sample, self.accelerator.num_processes)
+        rank, every = self.accelerator.process_index, config.log.record_every
+        return Epoch(
+            number,
+            make_plan(config, self.schedule, number),
+            fold(config.seed, number),
+            local_prompts(self.train_prompts, how, rank, self.state.prompts, config.seed),
+            recorded=every > 0 and number % every == 0 and self.accelerator.is_main_process,
         )
 
-    def score(self, rollout: Rollout, local: LocalPrompts) -> Scores:
-        """The scores of this process's leaves. Their diversity is kept for `complete_epoch`; for `check_decoded`, how
-        many the decoder made no picture of.
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of an epoch. Where each process works by itself, all leave at its end if one failed or has to
+        stop; what an update has begun is held together until `complete`.
         """
-        self.guards.check_decoder(rollout, local)
-        size = settled(self.config.sample.decode_batch_size)
-        scores, self.diversity, self.undecoded = score_leaves(
-            self.model, self.rewards.trained, rollout.leaves, local, size, self.logger.stage
+        coordinator = self.coordinator
+        alone: dict[str, Callable[[], AbstractContextManager[None]]] = dict.fromkeys(
+            ("encode", "reward", "record"), coordinator.independent
         )
-        return scores
+        alone["rollout"] = coordinator.independent_sampling
+        with self.logger.stage(name):
+            if name == "update":
+                coordinator.hold()
+            with alone.get(name, nullcontext)():
+                yield
 
-    def check_finite(self, rollout: Rollout, local: LocalPrompts) -> None:
-        """A rollout whose leaves are not finite ends the run."""
+    def check_rollout(self, rollout: Rollout) -> None:
+        """A rollout whose leaves are not finite ends the run; so does a decoder that fails."""
         with self.logger.stage("rollout"):
-            fine = rollout.leaves.flatten(2).isfinite().all(2)[: local.num_real]
+            fine = rollout.leaves.flatten(2).isfinite().all(2)[: rollout.prompts.num_real]
             broken = sum_ranks(float((~fine).sum()), self.accelerator)
         self._stop_if_broken(int(broken), f"the rollout of epoch {self.state.epoch}")
+        with self.stage("reward"):
+            self.guards.check_decoder(rollout)
 
-    def check_decoded(self, scores: Scores, local: LocalPrompts) -> None:
-        """Leaves that the decoder made no picture of have no score; too many of them end the run."""
-        broken, leaves = sum_ranks(float(self.undecoded), self.accelerator), local.total * scores.total.shape[1]
-        self._stop_if_undecoded(int(broken), leaves, f"epoch {self.state.epoch}")
+    def check_scores(self, rollout: Rollout, scored: LeafScores) -> None:
+        """Too many leaves without a picture or a score end the run; the first epoch's scores and densities are looked
+        at.
+        """
+        with self.logger.stage("advantage"):
+            broken = sum_ranks(float(scored.undecoded), self.accelerator)
+            leaves = rollout.prompts.total * scored.scores.total.shape[1]
+            self._stop_if_undecoded(int(broken), leaves, f"epoch {self.state.epoch}")
+            self.guards.check_rewards(scored.scores, rollout.prompts, self.state.epoch)
+            self.guards.check_rollout(rollout, scored.scores)
 
     def _stop_if_undecoded(self, broken: int, pictures: int, where: str) -> None:
         if broken > self.config.train.max_failed * pictures:
@@ -133,82 +153,85 @@ class Run:
         cure = f"a lower train.learning_rate or another precision{last}"
         raise self.coordinator.raised_by_all(InputError("model", None, problem, cure))
 
-    def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:
-        config, density = self.config, rollout.log_density.cpu()
-        knobs = advantage_arguments(config, self._spread(scores) if config.advantage.std == "batch" else None)
-        return advantages(advantage_of(config), plan, scores.total, density, config.train.adv_clip, **knobs)
-
-    def _spread(self, scores: Scores) -> float:
-        """The standard deviation of the epoch's leaf scores, on all ranks."""
-        return float(std(gather(scores.total.double(), self.accelerator).flatten()).nan_to_num())
-
-    def records(self, epoch: int) -> bool:
-        every = self.config.log.record_every
-        return every > 0 and epoch % every == 0 and self.accelerator.is_main_process
-
-    def keep_tree_if_due(
+    def complete(
         self,
-        epoch: int,
-        local: LocalPrompts,
+        epoch: Epoch,
         rollout: Rollout,
-        scores: Scores,
+        scored: LeafScores,
         advantage: Float[Tensor, "prompts edges"],
         keep: Bool[Tensor, "prompts edges"],
         stats: Stats,
     ) -> None:
-        """The first prompt's trees, as a file and as a drawing."""
+        """Count the epoch as done, write what it came to, and save where that is due."""
+        metrics = self._count(epoch, scored, advantage, stats)
+        with self.coordinator.independent():
+            self.bar.advance(self.logger.log(epoch.number, metrics | self.evaluated))
+        self.coordinator.release()
+        with self.stage("record"):
+            self._keep_tree(epoch, rollout, scored, advantage, keep, stats)
+        self.guards.stop_if_nonfinite(stats, self.state.nonfinite_steps)
+        with self.stage("checkpoint"):
+            self.saver.save_if_due()
+
+    def _keep_tree(
+        self,
+        epoch: Epoch,
+        rollout: Rollout,
+        scored: LeafScores,
+        advantage: Float[Tensor, "prompts edges"],
+        keep: Bool[Tensor, "prompts edges"],
+        stats: Stats,
+    ) -> None:
+        """The first prompt's trees, as a file and as a drawing, where they are kept."""
         if rollout.x0 is None or stats.ratios is None:
             return
-        size = settled(self.config.sample.decode_batch_size)
-        tree = first_tree(self.model, epoch, local.prompts.texts[0], rollout, scores, advantage, keep, stats, size)
-        stem = self.logger.folder / TREES / epoch_name(epoch)
+        tree = first_tree(self.policy, epoch, rollout, scored.scores, advantage, keep, stats)
+        stem = self.logger.folder / TREES / epoch_name(epoch.number)
         with self.logger.writing():
             tree.save(stem)
             draw_tree(tree, stem.with_suffix(".png"))
-        self.logger.log_pictures(TREES, epoch, stem.with_suffix(".png"), [tree.prompt])
+        self.logger.log_pictures(TREES, epoch.number, stem.with_suffix(".png"), [tree.prompt])
 
-    def complete_epoch(
-        self, plan: Plan, scores: Scores, advantage: Float[Tensor, "prompts edges"], stats: Stats, local: LocalPrompts
+    def _count(
+        self, epoch: Epoch, scored: LeafScores, advantage: Float[Tensor, "prompts edges"], stats: Stats
     ) -> dict[str, float]:
-        """Count the epoch as done; its numbers over all ranks (`docs/metrics.md` says what each means)."""
-        state = self.state
+        """The counters move on; the epoch's numbers over all ranks (`docs/metrics.md` says what each means)."""
+        state, plan, loss = self.state, epoch.plan, self.method.loss
         with self.logger.stage("update"):
             broken = nonfinite_weights(state.parameters, self.accelerator)
         if broken:
             tensors = f"{len(broken)} of the {len(state.parameters)} trained tensors"
             problem = f"the update of epoch {state.epoch} left {tensors} with weights that are not finite"
             self._stop_as_broken(f"{problem}, such as {broken[0]}", state.epoch + 1)
-        total, with_kl = local.total, self.config.train.kl > 0
-        metrics = score_metrics(scores, self.diversity, self.rewards, total, self.accelerator)
-        metrics |= update_metrics(advantage, plan, stats, total, with_kl, self.accelerator)
+        total = epoch.prompts.total
+        metrics = score_metrics(scored.scores, scored.diversity, self.rewards, total, self.accelerator)
+        metrics |= update_metrics(advantage, loss.edges(plan), stats, total, self.accelerator)
         metrics["window"] = window_of(self.config, plan, state.epoch)
         self.guards.check_update(metrics, stats)
         forwards, parents = plan.forwards * total, int(metrics["parents"])
         state.epoch += 1
         state.prompts += total
-        state.forwards += forwards + (parents if with_kl else 0)  # a parent's forward of the reference
+        state.forwards += forwards + parents * len(loss.asks)  # a call's forwards of further policies
         state.forward_backwards += parents
         metrics |= speed_metrics(forwards, parents, self.flops, self.logger.seconds)
         metrics |= {"forwards": state.forwards, "forward_backwards": state.forward_backwards}
         self.coordinator.mid_update = False  # what can be saved is whole, whatever becomes of its metrics
         return metrics
 
-    def evaluate_if_due(self, epoch: int) -> dict[str, float]:
-        """Before the first epoch, and every `eval.every`: the metrics of the weights the epoch starts from."""
-        every, made = self.config.eval.every, self.logger.evaluated
-        if made and made["epoch"] == epoch:
+    def evaluate_if_due(self, epoch: Epoch) -> None:
+        """Before the first epoch, and every `eval.every`: the weights the epoch starts from."""
+        number, every, made = epoch.number, self.config.eval.every, self.logger.evaluated
+        self.evaluated = {}
+        if made and made["epoch"] == number:
             self.evaluations.look_at(made, self.saver.save_best)
-            self.evaluations.show_again(epoch)
-            return {name: value for name, value in evaluation_in(made).items() if name != "epoch"}
-        if epoch and (not every or epoch % every):
-            return {}
-        return self._evaluate(epoch, between=epoch > 0)
+            self.evaluations.show_again(number)
+            self.evaluated = {name: value for name, value in evaluation_in(made).items() if name != "epoch"}
+        elif not number or (every and number % every == 0):
+            self.evaluated = self._evaluate(number, between=number > 0)
 
     def _evaluate(self, epoch: int, between: bool = False) -> dict[str, float]:
         with self.state.ema.applied():
-            found = evaluate(
-                self.model, self.rewards, self.eval_prompts, self.config, self.coordinator, between=between
-            )
+            found = evaluate(self.policy, self.rewards, self.eval_prompts, self.coordinator, between=between)
         where = f"the evaluation after {epoch} epochs"
         self._stop_if_broken(found.nonfinite, where)
         self._stop_if_undecoded(found.undecoded, found.prompts, where)
@@ -216,12 +239,16 @@ class Run:
         return found.metrics()
 
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Whatever ends the block: save if possible, close the trackers, say how to resume."""
-        try:
-            yield
-        finally:
-            self.leave()
+    def under_way(self) -> Iterator[None]:
+        """Inside, signals ask the run to stop at a good place. Whatever ends the block: save if possible, close the
+        trackers, say how to resume.
+        """
+        with self.coordinator.handling_signals():
+            try:
+                with self.bar:
+                    yield
+            finally:
+                self.leave()
 
     def leave(self) -> None:
         """Save the last whole epoch of a run that was cut off, and say how to go on."""

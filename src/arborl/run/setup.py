@@ -22,12 +22,12 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from ..config import read_config
+from ..config import read_config, with_settings
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import PromptLists, split_prompts
 from ..distributed.coordination import Coordinator, fail_together
-from ..distributed.fsdp import launcher_requests_fsdp, shard, sharding_mode
+from ..distributed.fsdp import launcher_requests_fsdp, sharding_mode
 from ..engine.autotune import (
     describe_batches,
     find_batch_sizes,
@@ -36,11 +36,12 @@ from ..engine.autotune import (
     should_compile,
     warm_up,
 )
-from ..engine.checks import free_disk
-from ..engine.method import check_plan, warnings_about
+from ..engine.checks import format_bytes, free_disk
+from ..engine.method import Method, check_plan, warnings_about
+from ..engine.policy import Policy
 from ..engine.precompute import precompute_embeddings, texts_of_a_run
 from ..engine.state import Ema, State, trainable
-from ..models import Model, load_model
+from ..models import load_model
 from ..models.compile import CACHE_DIR_VARIABLE
 from ..rewards import Rewards
 from ..tools.files import lock
@@ -102,9 +103,11 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
             check_can_resume(config, resume, int(head["epoch"]))
     parts = assemble(config, accelerator, head)
     with fail_together(accelerator):
-        problems = probe(parts.model, parts.rewards, parts.prompts.training, goes_on=resume is not None)
+        problems = probe(parts.policy.model, parts.rewards, parts.prompts.training, goes_on=resume is not None)
     messages = [*parts.messages, *parts.tune_and_warm_up()]  # now that rewards have taken what they need
-    state = parts.state
+    state, policy = parts.state, parts.policy
+    # With what was found, so that a run which goes on does the same.
+    config = with_settings(config, policy.batch_sizes.by_setting())
     before = read_config(resume / CONFIG) if resume else config
     with fail_together(accelerator):
         if checkpoint:
@@ -136,11 +139,11 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
         logger.say(text)
     for text in changed:
         logger.say(f"changed from epoch {state.epoch} on: {text}")
-    slow = too_slow(accelerator, sum(p.numel() for p in parts.model.module.parameters()))
+    slow = too_slow(accelerator, sum(p.numel() for p in policy.module.parameters()))
     for text in [*warnings_about(config), *launched_alone(), *slow, *_not_held_out(config, parts.prompts), *problems]:
         logger.warn_once(text)
-    logger.warn_if_wrong(free_disk(config, state.parameters, logger.folder))
-    made = parts.model, parts.rewards, parts.prompts.training, parts.prompts.evaluation
+    logger.warn_if_wrong(free_disk(config, state.parameters, state.old is not None, logger.folder))
+    made = policy, parts.method, parts.rewards, parts.prompts.training, parts.prompts.evaluation
     return Run(config, accelerator, *made, state, logger, Coordinator(accelerator, state.sharded), parts.flops)
 
 
@@ -191,31 +194,32 @@ def check_can_resume(config: Config, run: Path, epoch: int) -> None:
 
 @dataclass
 class Assembled:
-    """Model, rewards, prompts and optimizer, before there is a run."""
+    """Policy, rewards, prompts and optimizer, before there is a run."""
 
-    model: Model
+    policy: Policy
+    method: Method
     rewards: Rewards
     prompts: PromptLists
     state: State
     config: Config
-    accelerator: Accelerator
     flops: int  # of a forward
     messages: list[str]  # for the user, a line each
     compiling: float = 0.0  # seconds so far
 
     def tune_and_warm_up(self) -> list[str]:
         """Find the batch sizes that are `auto`, compile and warm up; returns messages."""
-        config, accelerator, prompt = self.config, self.accelerator, self.prompts.training.texts[0]
-        start = time.perf_counter()
-        messages = find_batch_sizes(config, self.model, self.state, accelerator, prompt)
-        if self.model.compiled:
+        config, policy, prompt = self.config, self.policy, self.prompts.training.texts[0]
+        accelerator, start = policy.accelerator, time.perf_counter()
+        policy.batch_sizes, messages = find_batch_sizes(config, policy, self.state, prompt)
+        if policy.compiled:
             # Split weights need all processes at every call, so there nobody can fail alone.
             with nullcontext() if self.state.sharded else fail_together(accelerator):
-                warm_up(config, self.model, self.state, accelerator, prompt)
-                messages += find_bitwise_batch_sizes(config, self.model, accelerator.num_processes, prompt)
+                warm_up(config, policy, self.state, prompt)
+                messages += find_bitwise_batch_sizes(config, policy, prompt)
             seconds = self.compiling + time.perf_counter() - start
             messages.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[CACHE_DIR_VARIABLE]}")
-        return [*messages, *describe_batches(config, accelerator.num_processes, self.state.sharded)]
+        size, processes = policy.batch_sizes.train, accelerator.num_processes
+        return [*messages, *describe_batches(config, size, processes, self.state.sharded)]
 
 
 def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
@@ -227,20 +231,20 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
     ahead = split_prompts(config.sample, accelerator.num_processes).total * (config.train.epochs - head["epoch"])
     # Before the model: a large text encoder and what is trained need not fit into memory together.
     embedded = precompute_embeddings(config, texts_of_a_run(config, *prompts, head["prompts"], ahead), accelerator)
+    method = Method(config, accelerator)
     with fail_together(accelerator):
-        model = load_model(config, accelerator.device)
-        flops = forward_flops(model, prompts.training.texts[0])
+        policy = Policy(load_model(config, accelerator.device), config, accelerator, method.loss)
+        flops = forward_flops(policy, prompts.training.texts[0])
         messages = [str(embedded)] if embedded else []
         compiled, why = should_compile(config, flops, accelerator.device)
         start = time.perf_counter()
-        messages += [*why, *(model.compile() if compiled else [])]
+        messages += [*why, *(policy.compile() if compiled else [])]
         compiling = time.perf_counter() - start
     how = sharding_mode(config, accelerator)
     split = how != "no"
     if split:
-        for module in filter(None, [model.module, model.frozen]):
-            shard(module, accelerator, how)
-    parameters = trainable(model.module)
+        policy.shard(how)
+    parameters = trainable(policy.module)
     train = config.train
     optimizer = torch.optim.AdamW(
         list(parameters.values()),
@@ -249,17 +253,16 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         weight_decay=train.weight_decay,
         fused=accelerator.device.type == "cuda",
     )
+    ema, old = Ema(parameters, train.ema_decay, train.ema_every), policy.follow_with_old(parameters)
     with warnings.catch_warnings():
         # torch renames broadcast_buffers; accelerate knows the old name only.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        # Without training in mind: what is split needs no wrapper, and a reference none either. Both need the
-        # precision of the policy.
-        model.module = accelerator.prepare_model(model.module, device_placement=not split, evaluation_mode=split)
-    if model.frozen is not None:
-        model.frozen = accelerator.prepare_model(model.frozen, device_placement=not split, evaluation_mode=True)
-    average = Ema(parameters, train.ema_decay, train.ema_every)
-    state = State(parameters, optimizer, average, prompt_list=prompts.training.digest)
-    return Assembled(model, rewards, prompts, state, config, accelerator, flops, messages, compiling)
+        policy.prepare(split)
+    if beside := policy.bytes_beside():
+        listed = ", ".join(f"{who} {format_bytes(size)}" for who, size in beside.items())
+        messages.append(f"weights of the further policies that loss.name={config.loss.name} asks: {listed}")
+    state = State(parameters, optimizer, ema, old, prompt_list=prompts.training.digest)
+    return Assembled(policy, method, rewards, prompts, state, config, flops, messages, compiling)
 
 
 def start_accelerator(config: Config, together: bool = True, **options: Any) -> Accelerator:

@@ -17,10 +17,10 @@ from ..core.errors import InputError, first_line, shortened
 from ..core.kernels import KERNELS
 from ..core.schedule import PREDICTIONS, Schedule
 from ..core.tree import Plan
-from ..engine.rollout import Rollout
+from ..engine.policy import Policy
+from ..engine.rollout import Epoch, Rollout
 from ..engine.score import as_bytes, middle_frames
 from ..engine.update import Stats
-from ..models.base import Model
 from ..rewards import Scores
 from ..tools.files import atomic, write_atomically
 from ..tools.finite_json import finite_json
@@ -152,23 +152,21 @@ def is_sorted(values: Tensor) -> bool:
 
 
 def first_tree(
-    model: Model,
-    epoch: int,
-    prompt: str,
+    policy: Policy,
+    epoch: Epoch,
     rollout: Rollout,
     scores: Scores,
     advantage: Float[Tensor, "prompts edges"],
     keep: Bool[Tensor, "prompts edges"],
     stats: Stats,
-    batch_size: int,
 ) -> TreeFile:
     """The file of a rollout's first prompt; its x̂0 and ratios must be there."""
     assert rollout.x0 is not None
     assert stats.ratios is not None
     shown = rollout.plan.preview_nodes
     return TreeFile(
-        epoch=epoch,
-        prompt=prompt,
+        epoch=epoch.number,
+        prompt=epoch.prompts.prompts.texts[0],
         plan=rollout.plan,
         log_density=rollout.log_density[0].cpu(),
         advantage=advantage[0].cpu(),
@@ -176,7 +174,7 @@ def first_tree(
         ratio=stats.ratios.cpu(),
         scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
         shown=shown,
-        pictures=previews(model, rollout.x0[shown], batch_size),
+        pictures=previews(policy, rollout.x0[shown]),
         latents=rollout.latents[0].cpu(),
     )
 
@@ -186,11 +184,11 @@ PREVIEW = 192
 
 
 @torch.no_grad()
-def previews(model: Model, latents: Float[Tensor, "n *latent"], batch_size: int) -> Tensor:
+def previews(policy: Policy, latents: Float[Tensor, "n *latent"]) -> Tensor:
     """Small pictures (uint8) of some latents, decoded a few at a time."""
     small: list[Tensor] = []
-    for part in latents.split(batch_size):
-        pictures = middle_frames(model.decode(part))
+    for part in latents.split(policy.batch_sizes.decode):
+        pictures = middle_frames(policy.decode(part))
         scale = PREVIEW / max(pictures.shape[-2:])
         if scale < 1:
             pictures = functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)

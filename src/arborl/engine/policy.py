@@ -1,0 +1,198 @@
+"""A model as the engine uses it: wrapped, split, compiled, called in certain sizes; and the policies beside it."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config.schema import Config
+from ..core.losses import Loss, Who
+from ..core.schedule import Schedule
+from ..distributed.fsdp import local, shard
+from ..models import Cond, Model, lora
+from ..models.activation_checkpointing import checkpoint_activations
+from ..models.compile import compile_blocks
+from .batches import BATCH_SIZE_SETTINGS, BatchSizes
+from .state import Shadow, copies_of
+
+
+class Policy:
+    """The policy that is trained, and those that its loss asks besides: `old`, which follows it, and `reference`, the
+    untrained one. With LoRA these are adapters that are exchanged or switched off; else each is a copy of the module.
+    """
+
+    def __init__(self, model: Model, config: Config, accelerator: Accelerator, loss: Loss | None = None) -> None:
+        self.model, self.config, self.accelerator = model, config, accelerator
+        self.sampler: Who = loss.sampler if loss else "policy"
+        self.compares_densities = loss is not None and loss.needs_densities and self.sampler == "policy"
+        """Whether the update takes the rollout's density to be the policy's own, so that both must round alike."""
+        self.compiled = False
+        self.bitwise_batch_sizes: tuple[int, ...] = ()
+        """Sizes of calls that the update's code rounds alike, in order (see `find_bitwise_batch_sizes`)."""
+        self.old: Shadow | None = None
+        self.asks = loss.asks if loss else ()
+        beside: list[Who] = [who for who in ("old", "reference") if who in (*self.asks, self.sampler)]
+        self.adapted = lora.is_injected(model.module)
+        self.copies: dict[Who, nn.Module] = {}
+        """The modules of policies that are no adapters."""
+        if not self.adapted:
+            for who in beside:
+                self.copies[who] = copy.deepcopy(model.module).requires_grad_(False)
+        self.has_old = "old" in beside
+        self._sizes: BatchSizes | None = None
+
+    # What a model can do, as it stands.
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        return self.model.latent_shape
+
+    def encode(self, texts: Sequence[str]) -> Cond:
+        return self.model.encode(texts)
+
+    def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *picture"]:
+        return self.model.decode(latents)
+
+    def schedule(self) -> Schedule:
+        """The denoising steps of training."""
+        return self.model.schedule(self.config.sample.num_steps)
+
+    # Whose answers.
+
+    def predict(
+        self, x: Float[Tensor, "n *latent"], t: Float[Tensor, " n"], cond: Cond, who: Who = "policy"
+    ) -> Float[Tensor, "n *latent"]:
+        """What a policy answers; another than the trained one without gradients."""
+        if who == "policy":
+            return self.model.predict(x, t, cond)
+        with torch.no_grad(), self.acting(who):
+            return self.model.predict(x, t, cond)
+
+    @contextmanager
+    def acting(self, who: Who) -> Iterator[None]:
+        """Inside, the model is that policy."""
+        if who in self.copies:
+            trained, self.model.module = self.model.module, self.copies[who]
+            try:
+                yield
+            finally:
+                self.model.module = trained
+        elif who == "reference":
+            with lora.disabled(self.module):
+                yield
+        elif who == "old":
+            if self.old is None:
+                raise RuntimeError("no loss has asked for an old policy")
+            with self.old.applied():
+                yield
+        else:
+            yield
+
+    def follow_with_old(self, parameters: dict[str, nn.Parameter]) -> Shadow | None:
+        """The old policy's weights, once those that are trained are where they stay; None where nobody asks for it."""
+        if self.has_old:
+            copied = self.copies.get("old")
+            held = {name: p.detach() for name, p in copied.named_parameters()} if copied else copies_of(parameters)
+            self.old = Shadow(parameters, {name: held[name] for name in parameters})
+        return self.old
+
+    def bytes_beside(self) -> dict[Who, int]:
+        """What the weights of further policies take on this process, where they take anything."""
+        held: dict[Who, int] = {who: _bytes(module.parameters()) for who, module in self.copies.items()}
+        return {"old": _bytes(self.old.weights.values()), **held} if self.old else held
+
+    # How it is held.
+
+    def compile(self) -> list[str]:
+        """Run `predict` as compiled code from now on, and `decode` where a family says how; returns messages for the
+        user.
+        """
+        for module in (self.module, *self.copies.values()):
+            compile_blocks(module)
+        checkpoint_activations(self.module, self.config.train.gradient_checkpointing, compiled=True)
+        self.compiled = True
+        return self.model.compile_decoder()
+
+    def shard(self, how: str) -> None:
+        """Split the weights over the processes."""
+        for module in (self.module, *self.copies.values()):
+            shard(module, self.accelerator, how)
+
+    def prepare(self, split: bool = False) -> None:
+        """Wrap for the processes that there are, in the precision of the run."""
+        # Without training in mind: what is split needs no wrapper, and a copy none either. All need the precision.
+        prepare = self.accelerator.prepare_model
+        self.model.module = prepare(self.module, device_placement=not split, evaluation_mode=split)
+        for who, module in self.copies.items():
+            self.copies[who] = prepare(module, device_placement=not split, evaluation_mode=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients stay a process's own."""
+        return self.accelerator.no_sync(self.module)
+
+    # In which sizes, and by which code.
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        if self._sizes is None:
+            found = (self.config.sample.batch_size, self.config.sample.decode_batch_size, self.config.train.batch_size)
+            for key, size in zip(BATCH_SIZE_SETTINGS, found, strict=True):
+                if not isinstance(size, int):
+                    raise RuntimeError(f"{key} is still {size!r}; find_batch_sizes() finds one")
+            self._sizes = BatchSizes(*map(int, found))
+        return self._sizes
+
+    @batch_sizes.setter
+    def batch_sizes(self, sizes: BatchSizes) -> None:
+        self._sizes = sizes
+
+    @property
+    def min_batch_size(self) -> int:
+        """The smallest batch of a call, unless micro-batches are of one row: compiled code would need another
+        graph for a single row, which rounds differently and takes as long to compile.
+        """
+        return 2 if self.compiled else 1
+
+    @property
+    def update_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes that calls of trained nodes are padded to, so that rollout and update round alike."""
+        return self.bitwise_batch_sizes or (self.min_batch_size,)
+
+    @contextmanager
+    def update_numerics(self) -> Iterator[None]:
+        """Inside, `predict` runs the code that the update runs. Compiled, that is other code than without gradients,
+        and it rounds differently.
+        """
+        # No backward pass will follow, and other ranks are not to wait for one.
+        alone = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+        with torch.set_grad_enabled(self.compiled), alone:
+            yield
+
+    @contextmanager
+    def fast_sampling(self) -> Iterator[None]:
+        """Inside, `predict` is the policy as fast as it can be, to the rounding of its weights, and without gradients.
+
+        Compiled, adapters are merged into the weights for that: beside them they cost an eighth of a forward.
+        """
+        split = any(isinstance(p, DTensor) for p in self.module.parameters())
+        merges = self.compiled and lora.is_injected(self.module) and not split
+        with torch.no_grad(), lora.merged(self.module) if merges else nullcontext():
+            yield
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
