@@ -131,7 +131,7 @@ class Run:
         sound = self.saver.distrust(epoch)
         last = f"; the last sound checkpoint is {sound}" if sound else ""
         cure = f"a lower train.learning_rate or another precision{last}"
-        raise self.coordinator.raised_by_all(InputError("model", None, problem, cure))
+        raise self.coordinator.raised_by_all(InputError("model", None, problem, cure=cure))
 
     def advantage(self, plan: Plan, scores: Scores, rollout: Rollout) -> Float[Tensor, "prompts edges"]:
         config, density = self.config, rollout.log_density.cpu()
