@@ -267,7 +267,9 @@ def _weights(checkpoint: Path, average: bool | None) -> Path:
         return weights_file(checkpoint)
     file = checkpoint / ("ema.safetensors" if average else "weights.safetensors")
     if not file.is_file():
-        raise InputError("--ema", None, "the run keeps no average of its weights (train.ema_decay is 0)", "--no-ema")
+        raise InputError(
+            "--ema", None, "the run keeps no average of its weights (train.ema_decay is 0)", cure="--no-ema"
+        )
     return file
 
 

@@ -293,7 +293,9 @@ def test_no_score_at_all_ends_the_run(here, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", *SHORT, *OWN, "rewards.x.fn=own_rewards:never"])
     assert stopped.value.code == 2
-    error = "error: rewards.x: answered NaN, no score, for 32 of the 32 leaves of epoch 0; allowed: more of them"
+    error = (
+        "error: rewards.x: answered NaN, no score, for 32 of the 32 leaves of epoch 0; try: a larger train.max_failed"
+    )
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(error)
 
 

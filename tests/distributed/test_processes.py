@@ -293,7 +293,7 @@ def test_gradients_that_are_not_finite_any_more(tmp_path: Path):
     for shard in ("no", "full"):
         ended = failing(tmp_path / shard, "nan", 1, 1, f"train.shard={shard}", "train.max_nonfinite_steps=3")
         text = "train.max_nonfinite_steps=3: the last 3 optimizer steps had gradients that are not finite"
-        cure = "allowed: a lower train.learning_rate or another precision"
+        cure = "try: a lower train.learning_rate or another precision"
         assert ended[0].stopped_with(text)
         assert (ended[1].code, ended[1].said) == (1, f"stopped on rank 1: rank 0 failed (InputError: {text}; {cure})\n")
         assert "nothing to learn" not in ended[0].said

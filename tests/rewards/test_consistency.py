@@ -27,7 +27,8 @@ class TestExamine:
     def test_a_score_of_its_own_is_sound_whatever_its_scale(self, count: int, seed: int, scale: float, offset: float):
         scores = scale * (drawn(count, seed) + offset)
         found = examine(lambda index: scores[index], count)
-        assert (found.fault, found.noise, found.chance, found.company) == (None, "", 0, 0)
+        assert (found.fault, found.error("mine"), found.noise) == (None, None, "")
+        assert (found.chance, found.company) == (0, 0)
         assert found.scores.equal(scores)
 
     @given(counts, seeds, st.sampled_from([0.0, 22.0]))
@@ -69,6 +70,7 @@ class TestExamine:
         assert found.fault
         assert "in another order, or alone" in found.fault[0]
         assert "nothing else in the call" in found.fault[1]
+        assert str(found.error("mine")) == f"rewards.mine: {found.fault[0]}; allowed: {found.fault[1]}"
 
     @given(counts, seeds, st.sampled_from([0.15, 0.3, 0.45]))
     def test_a_little_company_is_a_warning(self, count: int, seed: int, share: float):
@@ -110,6 +112,10 @@ class TestExamine:
         found = examine(lambda index: offset + torch.rand(len(index), dtype=torch.float64), 8)
         assert found.fault
         assert "differently each time" in found.fault[0]
+        line = str(found.error("mine"))
+        assert line.startswith("rewards.mine: the same pictures score up to")
+        assert "; allowed: one score for a picture and its prompt; try: its network in eval mode, and what" in line
+        assert found.fault[1] == found.cure == line.partition("; allowed: ")[2].replace("; try", "")
 
     @given(seeds, st.sets(st.integers(0, 7), max_size=7))
     def test_pure_chance_is_found_beside_pictures_without_a_score(self, seed: int, without: set[int]):

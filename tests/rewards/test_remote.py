@@ -362,7 +362,7 @@ class TestScores:
             scores = reward(images, ["a prompt"] * 6, {"colour": ["red"] * 6})
             assert isinstance(scores, Tensor)
             assert scores.argmax() == 5
-            with pytest.raises(InputError, match=r"refuses the token; set \$NO_SUCH"):
+            with pytest.raises(InputError, match=r"refuses the token; try: the server's token in \$NO_SUCH"):
                 client(f"http://127.0.0.1:{port}").check()
 
     def test_docs_show_the_server_that_was_tried(self):
@@ -734,7 +734,9 @@ class TestSettings:
     def test_check_tells_a_wrong_token(self, real: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setenv("WRONG", "guess")
         for variable in ("WRONG", "NO_SUCH"):
-            with pytest.raises(InputError, match=rf"{real}: refuses the token; set \${variable}$"):
+            with pytest.raises(
+                InputError, match=rf"{real}: refuses the token; try: the server's token in \${variable}$"
+            ):
                 client(real, token=variable).check()
             with pytest.raises(RewardFailed, match=r"answers 401: (wrong token|a token is required)$"):
                 client(real, token=variable, retries=3)(torch.rand(8, 3, 128, 128), ["mean"] * 8, {})
@@ -1102,7 +1104,11 @@ class TestRuns:
             assert self.run(f"rewards.mine.url={url}") == 2
         told = capsys.readouterr().err.strip()
         assert len(told.splitlines()) == 1
-        said = "refuses the token; set $ARBORL_REWARD_TOKEN" if problem == "token" else "does not answer"
+        said = (
+            "refuses the token; try: the server's token in $ARBORL_REWARD_TOKEN"
+            if problem == "token"
+            else "does not answer"
+        )
         assert said in told
         assert f"rewards.mine.url={url}" in told
         assert not (here / "runs").exists()

@@ -72,7 +72,7 @@ def test_a_damaged_file_stops_no_run(tmp_path: Path, capsys):
         (run / "environment.json").write_text(f"damaged {number}")
         train(read_config(run / "config.yaml", [f"train.epochs={number}"]), resume=run)
         assert (
-            f"environment.json is damaged; allowed: the run without that file; it is kept as {name}"
+            f"environment.json is damaged; try: the run without that file; it is kept as {name}"
             in capsys.readouterr().err
         )
         assert (run / name).read_text() == f"damaged {number}"

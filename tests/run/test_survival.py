@@ -384,8 +384,8 @@ def test_files_that_a_failing_machine_leaves_behind_are_one_line(tmp_path: Path,
     going_on = ["train", "--resume", str(run), "train.epochs=9"]
     auto = ["train", "--resume", "auto", *MIXTURE, f"log.dir={tmp_path}", "run_name=run"]
     for name, command, text in (
-        ("metrics.jsonl", going_on, "line 3 of its metrics.jsonl is damaged; allowed: the run without that line"),
-        ("summary.json", auto, "its summary.json is damaged; allowed: the run without that file"),
+        ("metrics.jsonl", going_on, "line 3 of its metrics.jsonl is damaged; try: the run without that line"),
+        ("summary.json", auto, "its summary.json is damaged; try: the run without that file"),
         ("config.yaml", going_on, "config.yaml: "),
     ):
         whole = (run / name).read_bytes()

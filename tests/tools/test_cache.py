@@ -116,7 +116,7 @@ class TestHomes:
         for name in ("HOME", "ARBORL_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it answers then
-        with pytest.raises(InputError, match="there is none; allowed: HOME or ARBORL_CACHE"):
+        with pytest.raises(InputError, match="there is none; try: HOME or ARBORL_CACHE"):
             cache_home()
         monkeypatch.setenv("ARBORL_CACHE", "/somewhere")
         assert cache_home() == Path("/somewhere/arborl")

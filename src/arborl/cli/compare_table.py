@@ -30,7 +30,9 @@ def run_comparison(
 ) -> None:
     """Plan, run, and write what came of it; exits with 1 where a run failed, with 130 where it was interrupted."""
     if protocol.compute and protocol.seconds:
-        raise InputError("--seconds", protocol.seconds, "a budget is compute or seconds, not both", "one of them")
+        raise InputError(
+            "--seconds", protocol.seconds, "a budget is compute or seconds, not both", cure="only one of them"
+        )
     for name, value in (("--compute", protocol.compute), ("--seconds", protocol.seconds)):
         if not 0 <= value < math.inf:
             raise InputError(name, value, "is no budget", "a number above 0")

@@ -40,9 +40,11 @@ def report(folder: Path | None, live: bool, to: Path | None, port: int, opens: b
 
     folder = folder or newest_run()
     if folder is None:
-        raise InputError("RUN", None, "there is no run in runs/ yet", "a run's folder; a run is made by: arborl train")
+        raise InputError(
+            "RUN", None, "there is no run in runs/ yet", "a run's folder", cure="arborl train, which makes one"
+        )
     if live and to:
-        raise InputError("--out", to, "a page that is served is not written", "--live, or --out")
+        raise InputError("--out", to, "a page that is served is not written", cure="either --live or --out")
     if not live:
         written = write_report(folder, to)
         click.echo(json.dumps({"report": str(written), "bytes": written.stat().st_size}) if as_json else str(written))

@@ -71,7 +71,9 @@ def check_settings(settings: Sequence[str]) -> None:
     for text in settings:
         key, _, value = text.partition("=")
         if key.lstrip("+") in COMPARISON_SETS:
-            raise InputError(key, value, "is set by the comparison itself", "other settings; --seeds, --compute")
+            raise InputError(
+                key, value, "is set by the comparison itself", cure="other settings, or --seeds, --compute and the like"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def plan_runs(cells: Sequence[Cell], protocol: Protocol, out: Path) -> list[Plan
             key = text.split(":")[0]
             if key.startswith(SAME_IN_ALL_CELLS) and key not in ("eval.every", "model.train") and ".lora." not in key:
                 problem = f"is not the same in all cells ({text}, of {run.cell.text!r})"
-                raise InputError(key, None, problem, "the same for all, as with --set")
+                raise InputError(key, None, problem, "the same for all", cure="--set, which is for all cells")
     return runs
 
 
@@ -168,22 +170,26 @@ def _check_same(folder: Path, config: Config, out: Path) -> None:
     path = folder / CONFIG
     if not path.is_file():
         if kind_of(folder):
-            raise InputError("--out", folder, f"is there already, and no run (it has no {CONFIG})", "another folder")
+            raise InputError(
+                "--out", folder, f"is there already, and no run (it has no {CONFIG})", cure="another folder"
+            )
         return
     wanted = OmegaConf.to_object(OmegaConf.structured(config))
     found = changes(read_config(path), wanted)  # pyright: ignore[reportArgumentType]
     if found := [text for text in found if not text.startswith("log.dir:")]:  # folders may be moved
         problem = f"{folder} was run with other settings ({'; '.join(found)})"
-        raise InputError("--out", out, problem, "another folder, or the settings of that run")
+        raise InputError("--out", out, problem, cure="another folder, or the settings of that run")
 
 
 def command_of(run: PlannedRun) -> list[str]:
     """`arborl`'s arguments to start a run, or to go on with one that was cut off."""
     log = log_of(run)
     if is_locked(log) or is_locked(run.folder / LOCK):
-        raise InputError("--out", run.folder, "is being written by another process", "another folder, or wait for it")
+        raise InputError(
+            "--out", run.folder, "is being written by another process", cure="another folder, or to wait for it"
+        )
     if kind_of(log) and not _is_log(log):
-        raise InputError("--out", log, "is there already, and no log of a comparison", "another folder")
+        raise InputError("--out", log, "is there already, and no log of a comparison", cure="another folder")
     # One that came to no checkpoint goes on from its beginning.
     return ["train", "--resume", str(run.folder)] if run.folder.is_dir() else run.command
 

@@ -103,7 +103,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         for text in overrides:
             key = _check_override(text).key_or_group
             if key in groups():
-                raise InputError(key, text.split("=", 1)[-1], "a run keeps its groups", "overrides of single keys")
+                raise InputError(key, text.split("=", 1)[-1], "a run keeps its groups", cure="overrides of single keys")
             _apply(merged, text)
         return _as_object(merged)
 
@@ -164,7 +164,9 @@ def _locate(name: str) -> tuple[Path, str, list[str]]:
         if not path.is_file():
             raise InputError("--config-name", name, "there is no such file")
         if path.suffix != ".yaml":
-            raise InputError("--config-name", name, "Hydra knows a file by its ending", f"{path.stem}.yaml")
+            raise InputError(
+                "--config-name", name, "Hydra knows a file by its ending", cure=f"to rename it {path.stem}.yaml"
+            )
         _check_yaml("--config-name", path)
         return path.parent, path.stem, [f"hydra.searchpath=['file://{FOLDER}']"]
     if name not in presets():
@@ -274,11 +276,11 @@ def _check_override(text: str) -> Override:
                 raise InputError(key, value, f"no such option{nearest(name, options(key))}", ", ".join(options(key)))
         return override
     if override.is_sweep_override():
-        raise InputError(key, value, "is more than one value", "a single one; a text with commas in quotes")
+        raise InputError(key, value, "is more than one value", "a single one", cure="quotes around a text with commas")
     known = [name for name, _ in knobs()]
     generic = _generic(key)
     if key in RENAMED:
-        raise InputError(key, value, f"is called {RENAMED[key]} now", f"{RENAMED[key]}={value}")
+        raise InputError(key, value, f"is called {RENAMED[key]} now", cure=f"{RENAMED[key]}={value}")
     if generic not in known:
         inside = [name for name in known if name.startswith(key + ".")]
         if inside:

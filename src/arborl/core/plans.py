@@ -1,6 +1,7 @@
 """The shapes a rollout can have. A plan is a function (schedule, kernel, epoch, the knobs it wants by name).
 
-Every plan is checked as it is made: a bad one is an `ArgumentError` that names the argument and what is allowed.
+Every plan is checked as it is made: a bad one is an `ArgumentError` that names the argument and what is allowed or
+what to try.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +28,11 @@ def window_positions(schedule: Schedule, kernel: str, eta: float, w: int, argume
         raise _no_stochastic_step(schedule, kernel, eta)
     if not 1 <= w <= length:
         problem = (
-            f"the window must lie in the first {length} of {len(schedule)} steps, whose noise stays below the level "
-            "they reach (a smaller {eta} or a larger {steps} may give more)"
+            f"the window must lie in the first {length} of {len(schedule)} steps, "
+            "whose noise stays below the level they reach"
         )
-        raise ArgumentError(argument, w, problem, f"1..{length}")
+        cure = "a smaller {eta} or a larger {steps}, which may give more"
+        raise ArgumentError(argument, w, problem, f"1..{length}", cure=cure)
     return length - w + 1
 
 
@@ -116,7 +118,7 @@ def _split_points(
     able = bools(sde_able(schedule, kernel, eta, kappa=kappa))
     allowed = [step for step in range(len(schedule)) if able[step]]
     if not allowed and sde_able(schedule, kernel, eta).any():
-        raise ArgumentError("split_noise_scale", kappa, "no step can bear that much noise", "less")
+        raise ArgumentError("split_noise_scale", kappa, "no step can bear that much noise", cure="less of it")
     if not allowed:
         raise _no_stochastic_step(schedule, kernel, eta)
     if points:
@@ -127,7 +129,7 @@ def _split_points(
         return points
     if not 1 <= rounds <= len(allowed):
         problem = f"only {len(allowed)} steps can bear the noise of a split"
-        raise ArgumentError("split_rounds", rounds, problem, f"1..{len(allowed)}, or {{split_points}}")
+        raise ArgumentError("split_rounds", rounds, problem, f"1..{len(allowed)}", cure="{split_points}")
     return [allowed[i * len(allowed) // rounds] for i in range(rounds)]
 
 

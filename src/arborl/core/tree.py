@@ -225,7 +225,8 @@ def grow(
             "split_noise_scale",
             next(k for k in scale if k != 1),
             f"kernel {kernel} cannot scale its noise",
-            f"1, or one of the kernels {', '.join(sorted(TAKES_KAPPA))}",
+            "1",
+            cure=f"another {{kernel}}: {', '.join(sorted(TAKES_KAPPA))}",
         )
     check_leaves(trees * math.prod(arity), max_leaves)
     # The first step after the last that branches or is stochastic.
@@ -251,8 +252,8 @@ def grow(
 
 def check_leaves(leaves: int, most: int) -> None:
     if leaves > most:
-        allowed = f"{leaves} or more, or a smaller tree"
-        raise ArgumentError("max_leaves", most, f"the plan has {leaves} leaves a prompt", allowed)
+        problem = f"the plan has {leaves} leaves a prompt"
+        raise ArgumentError("max_leaves", most, problem, f"{leaves} or more", cure="a smaller tree")
 
 
 def deterministic(schedule: Schedule) -> Plan:

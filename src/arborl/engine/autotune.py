@@ -238,7 +238,9 @@ def trials(
             size, done = 1, []
             continue
         if not done[0].fits:
-            raise InputError(key, 1, "not even one row fits into memory", "a smaller picture, LoRA, or split weights")
+            raise InputError(
+                key, 1, "not even one row fits into memory", cure="a smaller picture, LoRA, or split weights"
+            )
         if not done[-1].fits or size == most:
             break
         if choose(done).size * 4 <= size:

@@ -84,7 +84,7 @@ def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Sc
     except ValueError:
         sample = config.sample
         problem = f"gives no falling noise levels with sample.sigmas={sample.sigmas} and sample.shift={sample.shift}"
-        raise InputError(key, steps, problem, "other steps, or another shift") from None
+        raise InputError(key, steps, problem, cure="other steps, or another sample.shift") from None
 
 
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
@@ -144,7 +144,7 @@ def window_plans(config: Config) -> list[tuple[int, Plan]]:
     edges = first.edges + first.roots * len(schedule)  # no place has more, whatever its tail
     if visited * max(edges, 8 * len(schedule)) > MOST_EDGES:  # a step without edges has its price too
         problem = f"the window has {visited} places, with trees of up to {edges} edges at each"
-        raise InputError("sample.num_steps", len(schedule), problem, "fewer steps, fewer leaves, or tree.s=0")
+        raise InputError("sample.num_steps", len(schedule), problem, cure="fewer steps, fewer leaves, or tree.s=0")
     if edges * (prompts := split_prompts(config.sample).per_process) > MOST_CALLS:
         key = "num_prompts" if config.sample.prompts_per_epoch is None else "prompts_per_epoch"
         problem = f"{edges} edges for each are more than a process can take in an epoch"
@@ -166,7 +166,7 @@ def plan_variants(config: Config) -> Iterator[tuple[int, Plan]]:
     moves = max(0, min(first, config.sample.num_steps)) if prune.depth_slide else 0
     if moves * len(around) > MOST_STAGES:
         problem = f"moves {moves} times while the window has {len(around)} places, which are too many cases to check"
-        raise InputError("prune.depth", prune.depth, problem, "smaller depths, fewer steps, or tree.s=0")
+        raise InputError("prune.depth", prune.depth, problem, cure="smaller depths, fewer steps, or tree.s=0")
     slides = [n * prune.slide_interval for n in range(1, moves + 1)]
     changes = sorted({0, *slides, math.ceil(prune.until * epochs), epochs})
     for start, stop in itertools.pairwise(changes):
@@ -182,7 +182,7 @@ def check_plan(config: Config) -> None:
     advantage, settings, loss = config.advantage, config.prune, loss_of(config)
     if settings.until < 1 and config.train.max_seconds:
         problem = "the clock ends the run (train.max_seconds), so its length is not known beforehand"
-        raise InputError("prune.until", settings.until, problem, "1, or no train.max_seconds")
+        raise InputError("prune.until", settings.until, problem, "1", cure="no train.max_seconds")
     if advantage.name not in ADVANTAGES:
         try_advantage(config, plan_at(config))
     for epoch, plan in plan_variants(config):
@@ -204,7 +204,7 @@ def check_plan(config: Config) -> None:
         if not bool(prune(plan, torch.zeros(1, plan.edges), how, among=among).any()):
             trained = sorted({int(depth) for depth in plan.depth[plan.child][among]})
             problem = f"at epoch {epoch} that leaves no edge to train (those are at depths {trained})"
-            raise InputError("prune.depth", list(how.depths), problem, "fewer depths")
+            raise InputError("prune.depth", list(how.depths), problem, cure="fewer depths")
     pictures, steps = config.eval.num_prompts, config.eval.num_steps or config.sample.num_steps
     if config.eval.num_steps:
         schedule_of(config, steps, "eval.num_steps")

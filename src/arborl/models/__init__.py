@@ -57,7 +57,9 @@ def model_class(config: Config) -> type[Model]:
         raise InputError("model.family", family, "is not a subclass of arborl.models.Model")
     check_overrides(family, found)
     if missing := sorted(found.__abstractmethods__):
-        raise InputError("model.family", family, f"lacks {', '.join(missing)}", "encode, predict and decode")
+        raise InputError(
+            "model.family", family, f"lacks {', '.join(missing)}", "a class with encode, predict and decode"
+        )
     return found
 
 
@@ -65,7 +67,7 @@ def check_overrides(family: str, found: type[Model]) -> None:
     """Nothing that a user's own class overrides may have another name by now."""
     own = {name for cls in found.__mro__ if not cls.__module__.startswith("arborl.") for name in vars(cls)}
     for old in sorted(own & RENAMED.keys()):
-        raise InputError("model.family", family, f"overrides {old}, which has another name now", RENAMED[old])
+        raise InputError("model.family", family, f"overrides {old}, which has another name now", cure=RENAMED[old])
     for old in sorted(own & MOVED):
         problem = f"overrides {old}, which is not the model's any more: arborl.engine.policy.Policy has it"
         raise InputError("model.family", family, problem)

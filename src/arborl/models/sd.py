@@ -35,7 +35,7 @@ class SDModel(PipelineModel):
         shape = source.config("unet")
         if shape.get("time_cond_proj_dim") is not None:
             problem = "it was distilled for consistency sampling, which the engine's steps are not"
-            raise InputError("model.path", source.path, problem, "the model it was distilled from")
+            raise InputError("model.path", source.path, problem, cure="the model it was distilled from")
         return (shape.whole("in_channels"), *latent_size(config, vae_factor(source), 1))
 
     @classmethod
@@ -75,5 +75,5 @@ def ddim_schedule(scheduler: Any, steps: int) -> Schedule:
     alphas = [float(scheduler.alphas_cumprod[t]) for t in timesteps] + [float(scheduler.final_alpha_cumprod)]
     if alphas[0] <= 0:
         problem = "its schedule begins at pure noise, where no clean sample can be predicted"
-        raise InputError("sample.num_steps", steps, problem, "a scheduler whose ᾱ is above 0 at every timestep")
+        raise InputError("sample.num_steps", steps, problem, cure="a scheduler whose ᾱ is above 0 at every timestep")
     return Schedule.from_alphas(alphas, timesteps, scheduler.config.prediction_type)

@@ -191,8 +191,8 @@ class Source:
         problem = "these weights are not here (no such folder, not whole in the hub's cache) and were not fetched"
         if error is not None and str(error):
             problem += f" ({first_line(error)})"
-        fix = f"a folder made with `hf download {self.path} --local-dir FOLDER` (gated models: `hf auth login` first)"
-        return InputError("model.path", self.path, problem, fix)
+        cure = f"a folder made with `hf download {self.path} --local-dir FOLDER` (gated models: `hf auth login` first)"
+        return InputError("model.path", self.path, problem, cure=cure)
 
     def _file(self, name: str) -> Path:
         if self.local:

@@ -220,7 +220,9 @@ def _sheet(path: Path, changed: int) -> dict[str, Any]:
             raise ValueError("no epoch")
         return {"epoch": index["epoch"], "pictures": pictures}
     except BROKEN_SHEET as error:
-        raise InputError("sheet", path, f"cannot be read ({first_line(error)})", "the run without that file") from None
+        raise InputError(
+            "sheet", path, f"cannot be read ({first_line(error)})", cure="the run without that file"
+        ) from None
 
 
 def _picture(page: Image.Image, item: Mapping[str, Any]) -> dict[str, Any]:

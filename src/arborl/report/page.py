@@ -41,8 +41,8 @@ def read(folder: Path) -> dict[str, Any]:
             raise
         except BROKEN as error:
             problem = f"cannot be read ({type(error).__name__}: {first_line(error)})"
-            allowed = "what arborl compare writes: the same command makes it anew from the runs that are there"
-            raise InputError("comparison", folder / COMPARISON, problem, allowed) from error
+            cure = "the same arborl compare again, which makes it anew from the runs that are there"
+            raise InputError("comparison", folder / COMPARISON, problem, cure=cure) from error
     return run_data(folder)
 
 
@@ -67,7 +67,7 @@ def check_can_write(place: Path) -> None:
     kind = kind_of(place)
     if kind and not is_report(place):
         problem = "is there already, and no report" if kind == "file" else f"cannot be written (a {kind} is there)"
-        raise InputError("--out", place, problem, "another file")
+        raise InputError("--out", place, problem, cure="another file")
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:

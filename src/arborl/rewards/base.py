@@ -241,7 +241,7 @@ def load_rewards(
             "rewards",
             None,
             "no reward is configured",
-            "rewards=<name>, or rewards.<name>.fn=package.module:function",
+            cure="rewards=<name>, or rewards.<name>.fn=package.module:function",
         )
     if trains and not any(weights.values()):
         problem = "every reward's weight is 0, so nothing is optimised"

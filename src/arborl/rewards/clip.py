@@ -96,7 +96,7 @@ class Hps(ClipReward):
         # Both versions are the same network, so nothing inside tells them apart; the name does.
         if re.fullmatch(r"HPS_v2(\.0)?(_compressed)?\.(pt|safetensors)", path.name):
             problem = "by its name holds HPS v2.0 (the network is the same: only the name tells)"
-            raise InputError(self.key("path"), path, problem, f"{HPS.file}, or another name if you mean it")
+            raise InputError(self.key("path"), path, problem, HPS.file, cure="another name, if you mean it")
         return path
 
     def read(self, dtype: torch.dtype) -> Any:

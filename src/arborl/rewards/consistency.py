@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.errors import InputError
+
 REPEATED, ROUNDING = 1e-3, 1e-2
 """Shares of the largest score that rounding in half precision may change: in the same call again; in calls of another
 size or order, whose kernels may differ.
@@ -51,7 +53,14 @@ class Consistency(NamedTuple):
 
     @property
     def cure(self) -> str:
-        return STEADY if self.by_chance else ALONE
+        return f"{STEADY}: {SEEDED}" if self.by_chance else ALONE
+
+    def error(self, reward: str) -> InputError | None:
+        """The fault, in one line about the reward of that name."""
+        if not self.fault:
+            return None
+        allowed, cure = (STEADY, SEEDED) if self.by_chance else (ALONE, None)
+        return InputError(f"rewards.{reward}", None, self.noise, allowed, cure=cure)
 
     @property
     def by_chance(self) -> bool:
@@ -77,7 +86,8 @@ class Consistency(NamedTuple):
 
 
 ALONE = "picture i scored by prompt i and by nothing else in the call"
-STEADY = "one score for a picture and its prompt: its network in eval mode, and what it draws seeded by the picture"
+STEADY = "one score for a picture and its prompt"
+SEEDED = "its network in eval mode, and what it draws seeded by the picture"
 
 
 def examine(ask: Callable[[list[int]], Float[Tensor, " n"]], count: int) -> Consistency:

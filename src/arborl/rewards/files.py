@@ -51,11 +51,11 @@ class Weights:
             if self.file and path.is_file():
                 return path
             if path.is_dir():
-                raise InputError(key, path, f"the folder has no {inside[0].name}", self.advice)
+                raise InputError(key, path, f"the folder has no {inside[0].name}", cure=self.advice)
             if path.exists():
                 raise InputError(key, path, "is a file", f"a folder, or a hub id such as {self.hub}")
         if given and not _is_hub_id(given):
-            raise InputError(key, given, "there is no such file or folder", self.advice)
+            raise InputError(key, given, "there is no such file or folder", cure=self.advice)
         return self._from_hub(key, given)
 
     @property
@@ -70,7 +70,8 @@ class Weights:
     def missing(self, key: str, given: str, why: str = "") -> InputError:
         looked = f"not at {self.place}, " if self.place and not given else ""
         problem = f"{self.file or self.hub} is not here ({looked}not in the hub's cache)"
-        return InputError(key, given or None, problem + (f" ({why.splitlines()[0]})" if why else ""), self.advice)
+        problem += f" ({why.splitlines()[0]})" if why else ""
+        return InputError(key, given or None, problem, cure=self.advice)
 
     def _from_hub(self, key: str, given: str) -> Path:
         # Pictures, other frameworks' weights and the same ones twice stay where they are.

@@ -77,7 +77,7 @@ def try_out(
         prompts = [text, *(OTHERS if takes_any else [text, text])]
         found = _consistency(name, reward, image.to(where), prompts)
         noise = f"{found.noise}; better: {found.cure}" if found.noise else ""
-        fault = InputError(f"rewards.{name}", None, *found.fault) if found.fault else None
+        fault = found.error(name)
     return TryOut(scores, load, again, size, str(where), noise, fault)
 
 

@@ -52,7 +52,9 @@ class NetworkReward(ABC):
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor | dict[str, Tensor]:
         if self.of_videos and images.ndim != 5:
-            raise InputError(self.key("fn"), None, "scores videos, and was given pictures", "a model that makes videos")
+            raise InputError(
+                self.key("fn"), None, "scores videos, and was given pictures", cure="a model that makes videos"
+            )
         images = as_rgb(images)
         frames = 1
         if images.ndim == 5 and not self.of_videos:

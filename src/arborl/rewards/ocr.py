@@ -50,7 +50,7 @@ class Ocr:
             import rapidocr  # noqa: F401
         except ImportError as error:
             problem = f"needs packages that are not here ({error.name})"
-            raise InputError(f"rewards.{name}.fn", "ocr", problem, "pip install 'arborl[ocr]'") from None
+            raise InputError(f"rewards.{name}.fn", "ocr", problem, cure="pip install 'arborl[ocr]'") from None
         self.engine: Any = None
 
     def __call__(self, images: Tensor, prompts: Sequence[str], columns: Columns) -> Tensor:

@@ -49,12 +49,12 @@ class RemoteReward:
             try:
                 server.greet(self.config.timeout)
             except RewardFailed as error:
-                problem = str(error)
+                problem, cure = str(error), None
                 if isinstance(error, Refused) and error.status in (401, 403):
-                    problem = f"refuses the token; set ${self.config.token}"
+                    problem, cure = "refuses the token", f"the server's token in ${self.config.token}"
                 elif isinstance(error, Refused) and error.status >= 400:
                     problem = f"is not a reward server ({problem})"
-                raise InputError(f"rewards.{self.name}.url", server.url, problem) from None
+                raise InputError(f"rewards.{self.name}.url", server.url, problem, cure=cure) from None
 
     def take_failures(self) -> list[Failures]:
         """Failures since the last call of this, request by request. A call that raises leaves nothing here."""
@@ -257,7 +257,7 @@ def _url(key: str, url: object) -> str:
     except ValueError:
         raise InputError(key, url, "is no address", allowed) from None
     if split.username is not None or split.password is not None:
-        raise InputError(key, split.hostname, "is given with a password", "a token, in an environment variable")
+        raise InputError(key, split.hostname, "is given with a password", cure="a token, in an environment variable")
     if not sound or "?" in url or "#" in url:
         raise InputError(key, url, "is no server's address", allowed)
     return url.rstrip("/")

@@ -82,11 +82,8 @@ def serve(
 ) -> None:
     """Serve until interrupted. Port 0 takes a free one; the line that is printed says which."""
     if not token and not is_loopback(host):
-        problem, allowed = (
-            "would serve anyone who can reach it",
-            "set $ARBORL_REWARD_TOKEN (the same value for the run)",
-        )
-        raise InputError("--host", host, problem, allowed)
+        cure = "a token in $ARBORL_REWARD_TOKEN (the same value for the run)"
+        raise InputError("--host", host, "would serve anyone who can reach it", cure=cure)
     _return_memory()
     guarded = "token required" if token else "no token"
     served = app(reward, name, token, max_items, max_bytes, device)

@@ -165,7 +165,7 @@ class VideoAlign(NetworkReward):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(self.words, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError) as error:
             problem = f"has no tokenizer that could be read ({(str(error).splitlines() or ['?'])[0][:160]})"
-            raise InputError(key, self.words, problem, BACKBONE.advice) from None
+            raise InputError(key, self.words, problem, cure=BACKBONE.advice) from None
         self.tokenizer.add_tokens(list(REWARD_TOKENS), special_tokens=True)
 
         parts = MARKERS.split(CHAT.replace("{text}", self.question))  # every other one is a marker
@@ -329,7 +329,7 @@ def _template(key: str, given: str, file: Path | None) -> Path:
     path = _near(file, name) or folder / name
     if not path.is_file():
         problem = f"{name}, which holds the question the network was trained with, is not here"
-        raise InputError(key, given or None, problem, f"that of github.com/KwaiVGI/VideoAlign, put into {folder}")
+        raise InputError(key, given or None, problem, cure=f"that of github.com/KwaiVGI/VideoAlign, put into {folder}")
     return path
 
 

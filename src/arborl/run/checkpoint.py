@@ -218,9 +218,8 @@ def latest_valid(run: Path) -> tuple[Path | None, dict[Path, str]]:
             break
     if damaged:
         listed = "; ".join(f"{path.name} {problem}" for path, problem in damaged.items())
-        raise InputError(
-            "run", run, f"none of its checkpoints is whole ({listed})", "a copy of one of them, or a new run"
-        )
+        problem = f"none of its checkpoints is whole ({listed})"
+        raise InputError("run", run, problem, cure="a copy of one of them, or a new run")
     return None, damaged
 
 
@@ -294,7 +293,7 @@ def _fitting(parameters: Mapping[str, nn.Parameter], weights: Weights) -> dict[s
         raise InputError("checkpoint", path, f"does not fit the model ({len(wrong)} tensors, such as {min(wrong)})")
     if broken := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
         problem = f"holds what is no finite number ({len(broken)} tensors, such as {min(broken)})"
-        raise InputError("checkpoint", path, problem, "an earlier one")
+        raise InputError("checkpoint", path, problem, cure="an earlier one")
     return tensors
 
 
@@ -314,7 +313,7 @@ def _check_optimizer(
             elif slot != "exp_avg" and bool((tensor < 0).any()):
                 problem = f"{slot} of {name} is below 0"
     if problem:
-        raise InputError("checkpoint", path, f"its optimizer's state is broken: {problem}", "an earlier one")
+        raise InputError("checkpoint", path, f"its optimizer's state is broken: {problem}", cure="an earlier one")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -341,7 +340,7 @@ def read_header(path: Path) -> dict[str, Any]:
         wrong += ["epoch"]
     if wrong:
         problem = f"its {HEADER} is not what a run writes ({', '.join(dict.fromkeys(wrong))})"
-        raise InputError("checkpoint", path, problem, "an earlier one")
+        raise InputError("checkpoint", path, problem, cure="an earlier one")
     return head
 
 
@@ -403,7 +402,9 @@ def check_not_foreign(path: Path) -> None:
     kind = kind_of(path)
     names = {entry.name for entry in path.iterdir()} if kind == "folder" else set()
     if kind not in (None, "folder") or (names and not names & {SUMS, HEADER}):
-        raise InputError("run", path.parent, f"{path.name} is there already, and no checkpoint", "the run without it")
+        raise InputError(
+            "run", path.parent, f"{path.name} is there already, and no checkpoint", cure="the run without it"
+        )
 
 
 def _sums(files: list[Path]) -> dict[str, str]:

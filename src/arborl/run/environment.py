@@ -115,7 +115,7 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
         return list(starts)
     except (ValueError, KeyError, TypeError):
         problem = f"its {ENVIRONMENT} is damaged"
-        raise InputError("run", folder, problem, "the run without that file") from None
+        raise InputError("run", folder, problem, cure="the run without that file") from None
 
 
 def evaluated_on(folder: Path, config: Config) -> str:

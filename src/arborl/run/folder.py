@@ -76,7 +76,7 @@ def _row(folder: Path, name: str, number: int, line: str) -> dict[str, Any]:
         return row
     except ValueError:
         problem = f"line {number} of its {name} is damaged"
-        raise InputError("run", folder, problem, "the run without that line") from None
+        raise InputError("run", folder, problem, cure="the run without that line") from None
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
@@ -101,7 +101,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def summary_damaged(folder: Path) -> InputError:
-    return InputError("run", folder, f"its {SUMMARY} is damaged", "the run without that file")
+    return InputError("run", folder, f"its {SUMMARY} is damaged", cure="the run without that file")
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -215,7 +215,7 @@ def check_folder(config: Config, resume: Path | None) -> None:
 
 
 def _taken(config: Config, folder: Path) -> InputError:
-    return InputError("run_name", config.run_name, f"{folder} exists", f"another name, or --resume {folder}")
+    return InputError("run_name", config.run_name, f"{folder} exists", cure=f"another name, or --resume {folder}")
 
 
 def claim_folder(config: Config) -> Path:
@@ -259,7 +259,9 @@ def check_own_files(folder: Path, epoch: int) -> list[Path]:
     for path in (folder / name for name in (TREES, SAMPLES, CHECKPOINTS)):
         if kind_of(path) not in (None, "folder"):
             problem = f"its {path.name} is a {kind_of(path)}, where the run has a folder"
-            raise InputError("run", folder, problem, "a folder; the run's own folder, or log.dir, may be a link")
+            raise InputError(
+                "run", folder, problem, "a folder", cure="a link in place of the run's own folder, or of log.dir"
+            )
     own = [folder / name for name in (CONFIG, METRICS, EVALUATIONS, SUMMARY, REPORT, ENVIRONMENT, LOCK)]
     own.append(folder / SAMPLES / BEFORE_AFTER)
     # An evaluation is of the weights that its epoch starts from: this epoch's are these.
@@ -272,7 +274,7 @@ def check_own_files(folder: Path, epoch: int) -> list[Path]:
     for path in [*own, *repeated]:
         if kind_of(path) not in (None, "file"):
             problem = f"its {path.relative_to(folder)} is a {kind_of(path)}, where the run writes a file"
-            raise InputError("run", folder, problem, "the run without it")
+            raise InputError("run", folder, problem, cure="the run without it")
     return repeated
 
 

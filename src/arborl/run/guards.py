@@ -58,7 +58,7 @@ class Guards:
                     problem = (
                         f"has no score for {lost} of the {leaves} leaves of epoch {epoch}: {failed} failed ({why})"
                     )
-                error = InputError(f"rewards.{name}", None, problem, "more of them, with train.max_failed")
+                error = InputError(f"rewards.{name}", None, problem, cure="a larger train.max_failed")
                 raise self.coordinator.raised_by_all(error)
             if failed:
                 self.logger.warn_once(f"rewards.{name} failed ({why}); such leaves are left out and counted")
@@ -134,4 +134,4 @@ class Guards:
         if stats.nonfinite and in_a_row >= most:
             problem = f"the last {in_a_row} optimizer steps had gradients that are not finite"
             cure = "a lower train.learning_rate or another precision"
-            raise self.coordinator.raised_by_all(InputError("train.max_nonfinite_steps", most, problem, cure))
+            raise self.coordinator.raised_by_all(InputError("train.max_nonfinite_steps", most, problem, cure=cure))

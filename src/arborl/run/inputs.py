@@ -92,12 +92,12 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts, goes_on: bool = Fals
         allowed = "N×F×3×H×W" if model.video else "N×3×H×W"
         raise InputError("model", None, f"its decoder returned shape {tuple(decoded.shape)} for 3 latents", allowed)
     if not decoded.isfinite().all():
-        raise InputError("model", None, "its decoder returned pictures that are not finite", "see arborl doctor")
+        raise InputError("model", None, "its decoder returned pictures that are not finite", cure="arborl doctor")
     found = {name: _consistency(rewards, name, unlike(decoded), some) for name in rewards.functions}
     for name, one in found.items():
         # Pictures of noise may all look alike to a judge that is only sometimes of another mind.
-        if one.fault and not goes_on and (one.never_twice or not one.by_chance):
-            raise InputError(f"rewards.{name}", None, *one.fault)
+        if (error := one.error(name)) and not goes_on and (one.never_twice or not one.by_chance):
+            raise error
     return [f"rewards.{name}: {one.noise}; better: {one.cure}" for name, one in found.items() if one.noise]
 
 

@@ -90,7 +90,7 @@ def config_of(run: Path | None, name: str | None, overrides: Sequence[str]) -> C
     run, _ = _run_and_checkpoint(run)
     check_is_run(run)
     if name is not None:
-        raise InputError("--config-name", name, "a run has its own settings", "single keys, as key=value")
+        raise InputError("--config-name", name, "a run has its own settings", cure="overrides of single keys")
     return read_config(run / CONFIG, overrides)
 
 

@@ -151,7 +151,7 @@ class Run:
         sound = self.saver.distrust(epoch)
         last = f"; the last sound checkpoint is {sound}" if sound else ""
         cure = f"a lower train.learning_rate or another precision{last}"
-        raise self.coordinator.raised_by_all(InputError("model", None, problem, cure))
+        raise self.coordinator.raised_by_all(InputError("model", None, problem, cure=cure))
 
     def complete(
         self,

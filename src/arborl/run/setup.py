@@ -185,11 +185,11 @@ def check_can_resume(config: Config, run: Path, epoch: int) -> None:
     """An error if the epochs or the seconds are used up."""
     train, over = config.train, (run / SUMMARY).exists()
     if train.epochs < epoch or (train.epochs == epoch and over):
-        raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", "more, to go on")
+        raise InputError("train.epochs", train.epochs, f"the run has {epoch} epochs already", cure="more, to go on")
     used = sum(training_seconds(row) for row in read_metrics(run) if row["epoch"] < epoch)
     if 0 < train.max_seconds <= used and over:
         problem = f"the run has trained for {used:.0f} s already"
-        raise InputError("train.max_seconds", train.max_seconds, problem, "more, to go on")
+        raise InputError("train.max_seconds", train.max_seconds, problem, cure="more, to go on")
 
 
 @dataclass
@@ -290,7 +290,7 @@ def start_accelerator(config: Config, together: bool = True, **options: Any) -> 
     if together and accelerator.num_processes != launched:
         problem = f"WORLD_SIZE says so, and this one found {accelerator.num_processes}"
         cure = "torchrun or accelerate launch, in processes that have not set up torch.distributed otherwise"
-        raise InputError("processes", launched, problem, f"{cure}; or no WORLD_SIZE in the environment")
+        raise InputError("processes", launched, problem, cure=f"{cure}; or no WORLD_SIZE in the environment")
     return accelerator
 
 

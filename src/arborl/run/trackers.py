@@ -42,8 +42,8 @@ def trackers(config: Config) -> list[str]:
     for name in config.log.trackers:
         if name not in installed:
             extra = name if name in EXTRAS else EXTRAS[0]
-            fix = ", ".join(["auto", "[]", *installed, f"or first pip install 'arborl[{extra}]'"])
-            raise InputError("log.trackers", name, "is not installed", fix)
+            allowed = ", ".join(["auto", "[]", *installed])
+            raise InputError("log.trackers", name, "is not installed", allowed, cure=f"pip install 'arborl[{extra}]'")
     return list(config.log.trackers)
 
 
@@ -73,8 +73,8 @@ def wandb_error_in_one_line(names: list[str]) -> Iterator[None]:
     try:
         yield
     except Error as error:
-        fix = "WANDB_MODE=offline in the environment, or a key in WANDB_API_KEY or by `wandb login`"
-        raise InputError("log.trackers", "wandb", f"W&B cannot start ({error})", fix) from None
+        cure = "WANDB_MODE=offline in the environment, or a key in WANDB_API_KEY or by `wandb login`"
+        raise InputError("log.trackers", "wandb", f"W&B cannot start ({error})", cure=cure) from None
 
 
 def start_trackers(accelerator: Accelerator, folder: Path, epoch: int, resumed: bool, settings: dict[str, Any]) -> None:

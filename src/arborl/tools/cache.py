@@ -25,7 +25,7 @@ def cache_home() -> Path:
         return Path(home).expanduser() / "arborl"
     except RuntimeError:  # no HOME, and a user whom the system does not know, as in some containers
         problem = "leads into a home folder, and there is none"
-        raise InputError("cache folder", home, problem, "HOME or ARBORL_CACHE set to a folder") from None
+        raise InputError("cache folder", home, problem, cure="HOME or ARBORL_CACHE set to a folder") from None
 
 
 def file_digest(path: Path) -> str:

@@ -45,7 +45,7 @@ def lock(path: Path) -> IO[bytes]:
         except OSError:  # a file system without locks
             return file
     file.close()
-    raise InputError("run", path.parent, "another process is writing to it", "another run, or wait for it")
+    raise InputError("run", path.parent, "another process is writing to it", cure="another run, or to wait for it")
 
 
 def is_locked(path: Path) -> bool:

@@ -47,7 +47,9 @@ def check_captions(prompts: Sequence[str]) -> None:
     """An error if there is nothing here to score."""
     if not any(parse(prompt) for prompt in prompts):
         problem = f"can read none of the prompts (the first is “{shorten(prompts[0], 60, placeholder='…')}”)"
-        raise InputError("rewards.scene", None, problem, "captions of the scenes, or another reward: rewards=<name>")
+        raise InputError(
+            "rewards.scene", None, problem, cure="captions of the scenes, or another reward: rewards=<name>"
+        )
 
 
 def example() -> tuple[Float[Tensor, "3 side side"], str]:
