@@ -222,7 +222,7 @@ def grow(
     scale = list(kappa) if kappa is not None else [1.0] * len(arity)
     if kernel not in TAKES_KAPPA and any(k != 1 for k in scale):
         raise ArgumentError(
-            "split_noise_scale",
+            "kappa",
             next(k for k in scale if k != 1),
             f"kernel {kernel} cannot scale its noise",
             f"1, or one of the kernels {', '.join(sorted(TAKES_KAPPA))}",

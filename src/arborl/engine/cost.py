@@ -10,10 +10,11 @@ import torch
 from ..config.schema import Config
 from ..core import plans
 from ..core.noise import fold
+from ..core.plans import Group
 from ..core.prune import Pruning, prune
-from ..core.tree import Plan
+from ..core.tree import EULER, Plan
 from ..data.prompts import split_prompts
-from .method import eta_of, kernel_of, naming_settings, pruning, schedule_of, window_of, window_plans
+from .method import naming_settings, noise_of, pruning, schedule_of, shape_of, window_of, window_plans
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
@@ -73,18 +74,12 @@ def epochs_within(config: Config, compute: float) -> int:
 
 def flat_equivalent(config: Config, leaves: int) -> Plan:
     """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained."""
-    schedule = schedule_of(config, config.sample.num_steps)
+    schedule, noise = schedule_of(config, config.sample.num_steps), noise_of(config)
+    shape = shape_of(config)._replace(
+        noise=noise._replace(excess=True), group=Group(leaves), max_leaves=leaves, tail=EULER
+    )
     with naming_settings():
-        return plans.flat(
-            schedule,
-            kernel_of(config),
-            0,
-            eta=eta_of(config),
-            group_size=leaves,
-            shared_noise=False,
-            excess_noise=True,
-            max_leaves=leaves,
-        )
+        return plans.flat(schedule, 0, shape)
 
 
 def forecast(config: Config) -> dict[str, Any]:
