@@ -1,6 +1,7 @@
 """Plans: shapes that hold together, windows that are never empty, tails that end at σ = 0."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from arborl.core.errors import ArgumentError
 from arborl.core.kernels import sde_able
 from arborl.core.plans import PLANS, Group, Noise, Shape, Splits, Window
 from arborl.core.schedule import Schedule, shifted
-from arborl.core.tree import Plan, Tail, grow
+from arborl.core.tree import Plan, Tail, deterministic, grow
+from arborl.models.sd import ddim_schedule
 from arborl.worlds.mixture import Mixture
+
+from tiny_ddim import TinyDDIM
 
 
 def small_shape(**fields: Any) -> Shape:
@@ -178,6 +182,75 @@ class TestShape:
                 arrays()
         else:
             assert arrays() != usual
+
+
+class TestODE:
+    """The kernel "ode": a group of trajectories that are told apart by their first noise alone."""
+
+    @given(st.data())
+    def test_a_flat_group_is_as_many_deterministic_trajectories(self, data: st.DataObject):
+        steps, size, tail = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5)), tails(data.draw)
+        schedule = data.draw(st.sampled_from([shifted(steps, 3.0), diffusion_schedule(steps)]))
+        noise = Noise("ode", data.draw(st.sampled_from([0.0, 0.7])), data.draw(st.booleans()))
+        shape = small_shape(noise=noise, group=Group(size), trees=data.draw(st.integers(1, 2)), tail=tail)
+        plan = PLANS["flat"](schedule, data.draw(st.integers(0, 100)), shape)
+        assert not plan.stochastic.any()
+        assert (plan.coefficients.std == 0).all()
+        assert plan.roots == len(plan.leaves) == size
+        assert plan.forwards == plan.edges == size * (min(tail.steps, steps) or steps)
+        assert plan.tree[plan.leaves].tolist() == list(range(size))
+        if tail.steps in (0, steps):
+            one = deterministic(schedule, tail=tail)
+            assert plan.kernel == one.kernel
+            for ours, its in zip(plan.coefficients, one.coefficients, strict=True):
+                assert torch.equal(ours.view(steps, size), its[:, None].expand(steps, size))
+            assert torch.equal(plan.multistep_coefficient.view(steps, size)[:, 0], one.multistep_coefficient)
+
+    def test_its_trajectories_are_those_of_diffusers_euler(self):
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        schedule = shifted(7, 3.0)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+        scheduler.set_timesteps(sigmas=schedule.sigma.tolist())
+        self.follow(schedule, lambda answer, timestep, x: scheduler.step(answer, timestep, x), scheduler.timesteps)
+
+    @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+    def test_its_trajectories_are_those_of_diffusers_ddim(self, prediction: str):
+        scheduler = TinyDDIM.scheduler(prediction)
+        schedule = ddim_schedule(scheduler, 7)
+        scheduler.set_timesteps(7)
+        self.follow(schedule, lambda answer, timestep, x: scheduler.step(answer, timestep, x), scheduler.timesteps)
+
+    def follow(self, schedule: Schedule, step: Callable[..., Any], timesteps: torch.Tensor) -> None:
+        plan = PLANS["flat"](schedule, 0, small_shape(noise=Noise("ode", 0.0), group=Group(3)))
+        latents = torch.zeros(plan.nodes, 2, 4, dtype=torch.float64)
+        latents[:3] = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+        theirs = latents[:3].clone()
+        for level, timestep in zip(plan.levels, timesteps, strict=True):
+            torch.testing.assert_close(plan.timestep[level.parents].float(), timestep.float().expand(3))
+            before = latents[plan.parent[level.edges]]
+            a, b, _ = (c[level.edges].view(-1, 1, 1) for c in plan.coefficients)
+            latents[plan.child[level.edges]] = a * before + b * torch.tanh(1.7 * before)
+            theirs = step(torch.tanh(1.7 * theirs), timestep, theirs).prev_sample.double()
+        torch.testing.assert_close(latents[plan.leaves], theirs, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("name", PLANS)
+    @pytest.mark.parametrize("window", [Window(1, 1, 1), None])
+    @pytest.mark.parametrize(
+        ("diffusion", "stochastic"), [(False, "flow_sde, dance_sde or cps"), (True, "ddim")], ids=["flow", "diffusion"]
+    )
+    @pytest.mark.parametrize("steps", [1, 6])
+    def test_where_trajectories_part_it_is_refused_in_one_line(
+        self, name: str, window: Window | None, diffusion: bool, stochastic: str, steps: int
+    ):
+        schedule = diffusion_schedule(steps) if diffusion else shifted(steps, 3.0)
+        shape = small_shape(noise=Noise("ode", 0.0), group=Group(4, shared_noise=True), window=window)
+        with pytest.raises(ArgumentError) as error:
+            PLANS[name](schedule, 0, shape)
+        assert str(error.value) == (
+            "kernel=ode: adds no noise, so that branches of one trajectory would be the same picture "
+            f"(plan=flat with group.shared_noise=false is where it works); allowed: {stochastic}"
+        )
 
 
 class TestTails:

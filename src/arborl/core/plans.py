@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 
 from .errors import ArgumentError
-from .kernels import sde_able, transition_std
+from .kernels import sde_able, stochastic_kernels, transition_std
 from .schedule import Schedule, window_start
 from .tensors import bools
-from .tree import EULER, Plan, Tail, check_leaves, grow
+from .tree import EULER, Plan, Tail, check_leaves, deterministic, grow
 
 
 class Noise(NamedTuple):
-    """What a stochastic step is drawn from."""
+    """What a stochastic step is drawn from. The kernel "ode" draws nothing: only `flat` can do without."""
 
     kernel: str
     eta: float
@@ -82,6 +82,12 @@ def window_positions(schedule: Schedule, noise: Noise, window: Window) -> int:
 
 def _no_stochastic_step(schedule: Schedule, noise: Noise) -> ArgumentError:
     kernel, eta = noise.kernel, noise.eta
+    if kernel == "ode":
+        problem = (
+            "adds no noise, so that branches of one trajectory would be the same picture "
+            "({plan}=flat with {group.shared_noise}=false is where it works)"
+        )
+        return ArgumentError("kernel", kernel, problem, stochastic_kernels(schedule))
     if len(schedule) < 2:
         return ArgumentError("steps", len(schedule), "the step into σ = 0 is never stochastic", "2 or more")
     # The noise of the reverse SDEs is proportional to η, so the largest that fits the first step is known.
@@ -150,10 +156,12 @@ def _split_points(schedule: Schedule, noise: Noise, splits: Splits) -> Sequence[
 def flat(schedule: Schedule, epoch: int, shape: Shape) -> Plan:
     """Flow-GRPO (arXiv 2505.05470), DanceGRPO (2505.07818), DDPO (2305.13301): a group of separate trajectories.
 
-    Stochastic wherever a step may be. With shared noise the group starts from one
+    Stochastic wherever a step may be, or with the kernel "ode" nowhere. With shared noise the group starts from one
     noise, and the first forward serves all of it.
     """
     noise, group = shape.noise, shape.group
+    if noise.kernel == "ode" and not group.shared_noise:
+        return deterministic(schedule, group.size, shape.max_leaves, shape.tail)
     able = bools(sde_able(schedule, noise.kernel, noise.eta, noise.excess))
     if not any(able):
         raise _no_stochastic_step(schedule, noise)

@@ -9,12 +9,13 @@ import torch
 
 from ..config.schema import Config
 from ..core import plans
+from ..core.kernels import DEFAULT_ETA
 from ..core.noise import fold
-from ..core.plans import Group
+from ..core.plans import Group, Noise
 from ..core.prune import Pruning, prune
 from ..core.tree import EULER, Plan
 from ..data.prompts import split_prompts
-from .method import naming_settings, noise_of, pruning, schedule_of, shape_of, window_of, window_plans
+from .method import naming_settings, noise_of, pruning, schedule_of, shape_of, usual_kernel, window_of, window_plans
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
@@ -73,8 +74,14 @@ def epochs_within(config: Config, compute: float) -> int:
 
 
 def flat_equivalent(config: Config, leaves: int) -> Plan:
-    """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained."""
+    """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained.
+
+    Beside a plan by ODE it has the noise that is usual for the model.
+    """
     schedule, noise = schedule_of(config, config.sample.num_steps), noise_of(config)
+    if noise.kernel == "ode" and len(schedule) > 1:  # a single step leaves none to add noise at
+        kernel = usual_kernel(config)
+        noise = Noise(kernel, DEFAULT_ETA[kernel])
     shape = shape_of(config)._replace(
         noise=noise._replace(excess=True), group=Group(leaves), max_leaves=leaves, tail=EULER
     )

@@ -32,6 +32,7 @@ the pen, refused before it can fill the memory.
 """
 
 SETTING_OF_ARGUMENT = {
+    "plan": "tree.plan",
     "kernel": "kernel.name",
     "eta": "kernel.eta",
     "steps": "sample.num_steps",
@@ -41,6 +42,7 @@ SETTING_OF_ARGUMENT = {
     "splits.rounds": "tree.split_rounds",
     "splits.scale": "tree.split_noise_scale",
     "kappa": "tree.split_noise_scale",
+    "group.shared_noise": "sample.shared_noise",
     "max_leaves": "tree.max_leaves",
 }
 """The settings behind the arguments of the core's functions, and behind the fields of a plan's shape."""
@@ -58,14 +60,21 @@ def naming_settings(plan: str = "tree") -> Iterator[None]:
         raise error.renamed(names) from None
 
 
-def kernel_of(config: Config) -> str:
-    if config.kernel.name != "auto":
-        return config.kernel.name
+def usual_kernel(config: Config) -> str:
+    """The stochastic kernel of the model's family."""
     return "ddim" if model_class(config).diffusion else config.kernel.flow
 
 
+def kernel_of(config: Config) -> str:
+    return usual_kernel(config) if config.kernel.name == "auto" else config.kernel.name
+
+
 def eta_of(config: Config) -> float:
-    return DEFAULT_ETA[kernel_of(config)] if config.kernel.eta is None else config.kernel.eta
+    """The noise level of stochastic steps; the ODE has none, whatever is set."""
+    kernel = kernel_of(config)
+    if kernel == "ode":
+        return 0.0
+    return DEFAULT_ETA[kernel] if config.kernel.eta is None else config.kernel.eta
 
 
 def noise_of(config: Config) -> Noise:
@@ -133,10 +142,10 @@ def window_positions(config: Config, schedule: Schedule) -> int:
 
 
 def window_of(config: Config, plan: Plan, epoch: int) -> int:
-    """The first step of the moving window; without one, the first stochastic step."""
+    """The first step of the moving window; without one, the first stochastic step, or 0 where there is none either."""
     positions = window_positions(config, plan.schedule.head(config.sample.num_steps))
     if positions == 1:
-        return int(plan.step[plan.stochastic].min())
+        return int(plan.step[plan.stochastic].min()) if plan.stochastic.any() else 0
     return window_start(epoch, config.tree.s, config.tree.tou, positions)
 
 
