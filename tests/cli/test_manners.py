@@ -121,7 +121,7 @@ def test_bash_completes_commands_settings_values_and_runs(run: Path):
     tries = {
         "arborl tr": {"train"},
         "arborl train kernel.name = fl": {"flow_sde"},
-        "arborl train kernel.name =": {"auto", "flow_sde", "dance_sde", "cps", "ddim"},
+        "arborl train kernel.name =": {"auto", "flow_sde", "dance_sde", "cps", "ddim", "ode"},
         "arborl train sample.num_pr": {"sample.num_prompts="},
         "arborl train sample.pad_batches = f": {"false"},
         "arborl train -c branch_": {"branch_depth", "branch_mix", "branch_width"},

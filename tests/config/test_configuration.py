@@ -54,7 +54,7 @@ class TestConfiguration:
         choices = {key: item.metadata["choices"] for key, item in knobs()}
         assert choices["tree.plan"] == tuple(PLANS)
         assert choices["advantage.name"] == tuple(ADVANTAGES)
-        assert {*choices["kernel.name"]} == {"auto", *KERNELS} - {"ode"}
+        assert {*choices["kernel.name"]} == {"auto", *KERNELS}
 
     def test_the_reference_page_lists_every_knob_as_it_is(self):
         from arborl.config.reference import reference

@@ -12,6 +12,8 @@ from arborl.core.errors import InputError
 from arborl.core.kernels import sde_able
 from arborl.core.schedule import Schedule, shifted, window_start
 
+from test_plans import small_shape
+
 
 def random_plan(draw: st.DrawFn) -> trees.Plan:
     """Arities and noise drawn step by step: shapes no preset has."""
@@ -62,8 +64,8 @@ def test_numbers_within_trees_take_memory_in_proportion_to_the_nodes(roots: int)
 def test_the_window_is_never_empty_and_never_leaves_the_steps_that_may_be_stochastic(s, tou, w, epoch):
     schedule = shifted(10, 3.0)
     plan = plans.tree(
-        schedule, "flow_sde", epoch, eta=0.7, k=1, w=w, s=s, tou=tou, num_trees=1, max_leaves=4
-    )  # fmt: skip
+        schedule, epoch, small_shape(noise=plans.Noise("flow_sde", 0.7), k=1, window=plans.Window(w, s, tou))
+    )
     steps = plan.step[plan.stochastic].tolist()
     assert steps == list(range(steps[0], steps[0] + w))
     assert sde_able(schedule, "flow_sde", 0.7)[steps].all()
@@ -94,5 +96,5 @@ def test_the_scheduler_grid_of_the_design():
 
 
 def test_scaled_noise_only_where_the_kernel_can():
-    with pytest.raises(InputError, match=r"split_noise_scale=4.*dance_sde, flow_sde"):
+    with pytest.raises(InputError, match=r"kappa=4.*dance_sde, flow_sde"):
         trees.grow(shifted(4, 3.0), "cps", 1, [2, 1, 1, 1], [0.3] * 4, [4.0, 1.0, 1.0, 1.0])

@@ -94,6 +94,19 @@ def test_mix_computes_the_shared_prefix_once():
         assert row["forward_backwards"] == 1 + 12 * 3
 
 
+@pytest.mark.parametrize("family", [[], ["model.family=tiny_ddim:TinyDDIM"]], ids=["flow", "diffusion"])
+@pytest.mark.parametrize("steps", [1, 10])
+def test_a_group_by_ode_stands_beside_flat_grpo_with_its_noise(family: list[str], steps: int):
+    setting = [*family, f"sample.num_steps={steps}", "sample.group_size=6", "sample.num_prompts=2", "kernel.eta=9"]
+    found = forecast(load_config("flat", ["model=mixture", "kernel.name=ode", *setting]))
+    assert found["images"] == 12
+    assert [(place["window"], place["forwards"]) for place in found["positions"]] == [(0, 12 * steps)]
+    assert found["flat"]["forwards"] == 12 * steps
+    # This diffusion model's last level is above 0, so that its last step may be stochastic too; a lone one is none's.
+    trained = 0 if steps == 1 else steps if family else steps - 1
+    assert found["flat"]["forward_backwards"] == 12 * trained
+
+
 @pytest.mark.parametrize("name", options("algo"))
 def test_costs_add_up_to_the_epochs_a_budget_allows(name: str):
     config = load_config(name)

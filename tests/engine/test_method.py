@@ -5,9 +5,22 @@ import torch
 
 from arborl.config import load_config
 from arborl.core.errors import InputError
+from arborl.core.plans import PLANS
 from arborl.core.prune import Pruning
 from arborl.core.schedule import shifted
-from arborl.engine.method import check_plan, make_plan, plan_variants, plans_of_a_run, pruning, window_of, window_plans
+from arborl.engine.method import (
+    check_plan,
+    eta_of,
+    kernel_of,
+    make_plan,
+    plan_at,
+    plan_variants,
+    plans_of_a_run,
+    pruning,
+    warnings_about,
+    window_of,
+    window_plans,
+)
 
 
 def test_the_last_step_is_deterministic_and_not_trained():
@@ -29,6 +42,52 @@ def test_flat_is_stochastic_wherever_its_noise_fits_and_everywhere_but_last_if_t
 def test_flat_with_one_noise_shares_the_first_forward():
     plan = make_plan(load_config("flat", ["model=mixture", "sample.shared_noise=true"]), shifted(10, 3.0), 0)
     assert (plan.roots, len(plan.leaves), plan.forwards) == (1, 16, 1 + 9 * 16)
+
+
+ODE = ["kernel.name=ode", "sample.group_size=3", "kernel.excess_noise=true"]
+FAMILIES = {"flow": [], "diffusion": ["model.family=tiny_ddim:TinyDDIM"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize("eta", ["null", "0.5", "50"])
+def test_a_flat_plan_without_noise_is_a_group_of_separate_trajectories(family: str, steps: int, eta: str):
+    overrides = [*ODE, *FAMILIES[family], f"sample.num_steps={steps}", f"kernel.eta={eta}"]
+    config = load_config("flat", ["model=mixture", *overrides])
+    assert (kernel_of(config), eta_of(config)) == ("ode", 0.0)
+    plan = plan_at(config)
+    assert plan.kernel == {"flow": "ode", "diffusion": "ddim"}[family]
+    assert not plan.stochastic.any()
+    assert (plan.roots, len(plan.leaves), plan.forwards) == (3, 3, 3 * steps)
+    assert [place for place, _ in plans_of_a_run(config)] == [0]
+    assert [(epoch, shape.edges) for epoch, shape in plan_variants(config)] == [(0, 3 * steps)]
+    assert warnings_about(config) == []
+
+
+@pytest.mark.parametrize("solver", ["euler", "dpmpp_2m"])
+def test_without_noise_the_tail_is_the_whole_trajectory(solver: str):
+    tail = [f"sample.tail_solver={solver}", "sample.tail_steps=4"]
+    config = load_config("flat", ["model=mixture", *ODE, *tail])
+    plan = plan_at(config)
+    assert plan.forwards == 3 * 4
+    assert plan.schedule.sigma[plan.step].max() == 1
+    assert plan.multistep.any() == (solver == "dpmpp_2m")
+    assert window_of(config, plan, 0) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*(f"tree.plan={name}" for name in PLANS if name != "flat"), "sample.shared_noise=true"]
+)
+def test_every_other_plan_refuses_a_kernel_without_noise(name: str, family: str):
+    overrides = ["model=mixture", *ODE, *FAMILIES[family], name]
+    with pytest.raises(InputError) as error:
+        plans_of_a_run(load_config("flat", overrides))
+    allowed = {"flow": "auto, flow_sde, dance_sde or cps", "diffusion": "auto, ddim"}[family]
+    assert str(error.value) == (
+        "kernel.name=ode: adds no noise, so that branches of one trajectory would be the same picture "
+        f"(tree.plan=flat with sample.shared_noise=false is where it works); allowed: {allowed}"
+    )
 
 
 @pytest.mark.parametrize("name", ["tree", "mix", "branch_mix", "mix_flash"])

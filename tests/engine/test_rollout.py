@@ -9,7 +9,7 @@ import torch
 from arborl.config import load_config
 from arborl.core.kernels import KERNELS, Coefficients, transition
 from arborl.core.noise import Key, fold, normal
-from arborl.core.tree import Plan, grow
+from arborl.core.tree import Plan, deterministic, grow
 from arborl.engine.method import kernel_of, make_plan
 from arborl.engine.rollout import Rollout, sample_trees, trained_batch
 from arborl.models import Model, load_model, lora
@@ -198,6 +198,20 @@ def test_mix_really_calls_the_model_as_often():
     plan = make_plan(config, model.schedule(10), 4)
     sample_trees(model, plan, model.encode(["a dot"] * 2), fold(0, 0), torch.arange(2), config.sample)
     assert sum(seen) == 2 * plan.forwards == 2 * (4 + 1 + 6 * 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [[], ["model.family=tiny_ddim:TinyDDIM"]], ids=["flow", "diffusion"])
+def test_a_group_without_noise_is_what_the_ode_makes_of_each_first_noise(family: list[str]):
+    model, record, key = grown([*family, "algo=flat", "kernel.name=ode", "sample.group_size=3", "sample.num_steps=4"])
+    plan, prompts = record.plan, len(record.latents)
+    assert (record.log_density == 0).all()
+    assert len(record.latents[:, :3].flatten(0, 1).unique(dim=0)) == 3 * prompts, "every trajectory has its own noise"
+    one, settings = deterministic(model.schedule(4)), model.config.sample
+    for root in range(3):
+        start = record.latents[:, root : root + 1]
+        made = sample_trees(model, one, record.cond, key, torch.arange(prompts), settings, start=start)
+        torch.testing.assert_close(record.latents[:, plan.tree == root], made.latents, rtol=1e-5, atol=1e-5)
 
 
 def leaves_of_tail(steps: int, solver: str, tail_steps: int) -> torch.Tensor:

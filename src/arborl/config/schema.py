@@ -160,8 +160,10 @@ class TreeConfig(Settings):
 class KernelConfig(Settings):
     name: str = knob(
         "auto",
-        "Transition along a stochastic edge; auto picks by model family: kernel.flow for flow models, else ddim.",
-        choices=("auto", "flow_sde", "dance_sde", "cps", "ddim"),
+        "Transition along a stochastic edge; auto picks by model family: kernel.flow for flow models, else ddim. "
+        "ode is no noise at all, for losses that need no densities: only with tree.plan=flat and separate noise "
+        "(sample.shared_noise=false).",
+        choices=("auto", "flow_sde", "dance_sde", "cps", "ddim", "ode"),
     )
     flow: str = knob("flow_sde", "What auto means for flow models.", choices=("flow_sde", "dance_sde", "cps"))
     eta: float | None = knob(

@@ -108,17 +108,23 @@ def transition_std(schedule: Schedule, kernel: str, eta: float, kappa: float = 1
     return coefficients(schedule, kernel, torch.arange(len(schedule)), eta * ones, kappa * ones).std
 
 
+def stochastic_kernels(schedule: Schedule) -> str:
+    """Those that add noise, for the schedule's kind of model."""
+    return "flow_sde, dance_sde or cps" if schedule.is_flow else "ddim"
+
+
 def sde_able(
     schedule: Schedule, kernel: str, eta: float, excess: bool = False, kappa: float = 1.0
 ) -> Bool[Tensor, " steps"]:
-    """Steps that may be stochastic: they add noise, and no more of it than the level they reach (s ≤ σ').
+    """Steps that may be stochastic: they add noise, and no more of it than the level they reach (s ≤ σ'). With the
+    kernel "ode" none does, whatever the model.
 
     Otherwise noise survives into the picture. `excess` drops that bound for methods that break it on purpose;
     the step into σ' = 0 stays deterministic either way, because nothing after it could remove the noise.
     """
-    if (kernel == "ddim") == schedule.is_flow:
-        kind, fits = ("flow", "flow_sde, dance_sde or cps") if schedule.is_flow else ("diffusion", "ddim")
-        raise ArgumentError("kernel", kernel, f"the model is a {kind} model", fits)
+    if kernel != "ode" and (kernel == "ddim") == schedule.is_flow:
+        kind = "flow" if schedule.is_flow else "diffusion"
+        raise ArgumentError("kernel", kernel, f"the model is a {kind} model", stochastic_kernels(schedule))
     if kernel == "cps" and eta > 1:
         raise ArgumentError("eta", eta, "with cps it is an angle in units of π/2", "above 0, at most 1")
     if kernel == "ddim" and eta > 1:

@@ -222,7 +222,7 @@ def grow(
     scale = list(kappa) if kappa is not None else [1.0] * len(arity)
     if kernel not in TAKES_KAPPA and any(k != 1 for k in scale):
         raise ArgumentError(
-            "split_noise_scale",
+            "kappa",
             next(k for k in scale if k != 1),
             f"kernel {kernel} cannot scale its noise",
             "1",
@@ -256,7 +256,8 @@ def check_leaves(leaves: int, most: int) -> None:
         raise ArgumentError("max_leaves", most, problem, f"{leaves} or more", cure="a smaller tree")
 
 
-def deterministic(schedule: Schedule) -> Plan:
-    """One ODE trajectory: how pictures are made for evaluation."""
-    kernel = "ode" if schedule.is_flow else "ddim"
-    return grow(schedule, kernel, 1, [1] * len(schedule), [0.0] * len(schedule))
+def deterministic(schedule: Schedule, trajectories: int = 1, max_leaves: int = 1024, tail: Tail = EULER) -> Plan:
+    """Separate ODE trajectories, which are all tail; a single one is how pictures are made for evaluation."""
+    kernel = "ode" if schedule.is_flow else "ddim"  # a diffusion model's ODE is ddim at η = 0
+    steps = len(schedule)
+    return grow(schedule, kernel, trajectories, [1] * steps, [0.0] * steps, max_leaves=max_leaves, tail=tail)

@@ -9,11 +9,23 @@ import torch
 from ..config import with_settings
 from ..config.schema import Config
 from ..core import plans
+from ..core.kernels import DEFAULT_ETA
 from ..core.noise import fold
+from ..core.plans import Group, Noise
 from ..core.prune import Pruning, prune
-from ..core.tree import Plan
+from ..core.tree import EULER, Plan
 from ..data.prompts import split_prompts
-from .method import eta_of, kernel_of, loss_of, naming_settings, pruning, schedule_of, window_of, window_plans
+from .method import (
+    loss_of,
+    naming_settings,
+    noise_of,
+    pruning,
+    schedule_of,
+    shape_of,
+    usual_kernel,
+    window_of,
+    window_plans,
+)
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
@@ -73,19 +85,19 @@ def epochs_within(config: Config, compute: float) -> int:
 
 
 def flat_equivalent(config: Config, leaves: int) -> Plan:
-    """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained."""
-    schedule = schedule_of(config, config.sample.num_steps)
+    """Flat GRPO as published, with as many pictures a prompt: every step but the last is stochastic and trained.
+
+    Beside a plan by ODE it has the noise that is usual for the model.
+    """
+    schedule, noise = schedule_of(config, config.sample.num_steps), noise_of(config)
+    if noise.kernel == "ode" and len(schedule) > 1:  # a single step leaves none to add noise at
+        kernel = usual_kernel(config)
+        noise = Noise(kernel, DEFAULT_ETA[kernel])
+    shape = shape_of(config)._replace(
+        noise=noise._replace(excess=True), group=Group(leaves), max_leaves=leaves, tail=EULER
+    )
     with naming_settings():
-        return plans.flat(
-            schedule,
-            kernel_of(config),
-            0,
-            eta=eta_of(config),
-            group_size=leaves,
-            shared_noise=False,
-            excess_noise=True,
-            max_leaves=leaves,
-        )
+        return plans.flat(schedule, 0, shape)
 
 
 def forecast(config: Config) -> dict[str, Any]:
@@ -93,7 +105,7 @@ def forecast(config: Config) -> dict[str, Any]:
     prompts, around = split_prompts(config.sample).per_process, window_plans(config)
     leaves = len(around[0][1].leaves)
     flat = flat_equivalent(config, leaves)
-    whole = ModelCalls(flat.forwards * prompts, len(loss_of(config).calls(flat).node) * prompts)
+    whole = ModelCalls(flat.forwards * prompts, len(flat.trained_parents) * prompts)
     found = [count_model_calls(config, plan, epoch) for epoch, plan in around]
     return {
         "plan": config.tree.plan,

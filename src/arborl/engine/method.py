@@ -22,6 +22,7 @@ from ..core.errors import ArgumentError, InputError
 from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, sde_able
 from ..core.losses import LOSSES, EdgeLoss, LeafLoss
 from ..core.noise import fold, normal
+from ..core.plans import Group, Noise, Shape, Splits, Window
 from ..core.prune import Pruning, prune, slide_depths
 from ..core.schedule import Schedule, window_start
 from ..core.tree import Plan, Tail
@@ -38,39 +39,79 @@ the pen, refused before it can fill the memory.
 """
 
 SETTING_OF_ARGUMENT = {
+    "plan": "tree.plan",
     "kernel": "kernel.name",
     "eta": "kernel.eta",
     "steps": "sample.num_steps",
     "shift": "sample.shift",
-    "w": "tree.w",
-    "mix_sde_window": "tree.mix_sde_window",
-    "split_points": "tree.split_points",
-    "split_rounds": "tree.split_rounds",
-    "split_noise_scale": "tree.split_noise_scale",
+    "window.size": "tree.w",
+    "splits.points": "tree.split_points",
+    "splits.rounds": "tree.split_rounds",
+    "splits.scale": "tree.split_noise_scale",
+    "kappa": "tree.split_noise_scale",
+    "group.shared_noise": "sample.shared_noise",
     "max_leaves": "tree.max_leaves",
 }
-"""The settings behind the arguments of the core's functions."""
+"""The settings behind the arguments of the core's functions, and behind the fields of a plan's shape."""
 
 
 @contextmanager
-def naming_settings() -> Iterator[None]:
-    """Inside, what the core says of its arguments is said of the settings they came from."""
+def naming_settings(plan: str = "tree") -> Iterator[None]:
+    """Inside, what the core says of its arguments is said of the settings they came from: those of that plan."""
+    names = SETTING_OF_ARGUMENT | ({"window.size": "tree.mix_sde_window"} if plan == "branch" else {})
     try:
         yield
     except ArgumentError as error:
         if error.argument == "kernel" and error.allowed:
             error.allowed = f"auto, {error.allowed}"  # a setting's value, and no kernel
-        raise error.renamed(SETTING_OF_ARGUMENT) from None
+        raise error.renamed(names) from None
 
 
-def kernel_of(config: Config) -> str:
-    if config.kernel.name != "auto":
-        return config.kernel.name
+def usual_kernel(config: Config) -> str:
+    """The stochastic kernel of the model's family."""
     return "ddim" if model_class(config).diffusion else config.kernel.flow
 
 
+def kernel_of(config: Config) -> str:
+    return usual_kernel(config) if config.kernel.name == "auto" else config.kernel.name
+
+
 def eta_of(config: Config) -> float:
-    return DEFAULT_ETA[kernel_of(config)] if config.kernel.eta is None else config.kernel.eta
+    """The noise level of stochastic steps; the ODE has none, whatever is set."""
+    kernel = kernel_of(config)
+    if kernel == "ode":
+        return 0.0
+    return DEFAULT_ETA[kernel] if config.kernel.eta is None else config.kernel.eta
+
+
+def noise_of(config: Config) -> Noise:
+    return Noise(kernel_of(config), eta_of(config), config.kernel.excess_noise)
+
+
+def moving_window(config: Config) -> Window | None:
+    """The window of the configured plan; None where none moves."""
+    tree = config.tree
+    if tree.plan in ("tree", "mix"):
+        return Window(tree.w, tree.s, tree.tou)
+    if tree.plan == "branch" and tree.mix_ode_sde:
+        return Window(tree.mix_sde_window, tree.s, tree.tou)
+    return None
+
+
+def shape_of(config: Config) -> Shape:
+    """What the settings say to a plan."""
+    tree, sample, noise = config.tree, config.sample, noise_of(config)
+    scale = DEFAULT_KAPPA.get(noise.kernel, 1.0) if tree.split_noise_scale is None else tree.split_noise_scale
+    return Shape(
+        noise=noise,
+        k=tree.k,
+        window=moving_window(config),
+        splits=Splits(tuple(tree.split_points), tree.split_rounds, scale),
+        group=Group(sample.group_size, sample.shared_noise),
+        trees=sample.num_trees,
+        max_leaves=tree.max_leaves,
+        tail=Tail(sample.tail_solver, sample.tail_steps),
+    )
 
 
 def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Schedule:
@@ -89,13 +130,8 @@ def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Sc
 
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     """The trees of one prompt at an epoch."""
-    kernel = kernel_of(config)
-    knobs = asdict(config.tree) | asdict(config.kernel) | asdict(config.sample)  # a plan takes those it knows
-    knobs |= {"eta": eta_of(config), "tail": Tail(config.sample.tail_solver, config.sample.tail_steps)}
-    if config.tree.split_noise_scale is None:
-        knobs["split_noise_scale"] = DEFAULT_KAPPA.get(kernel, 1.0)
-    with naming_settings():
-        return plans.PLANS[config.tree.plan](schedule, kernel, epoch, **knobs)
+    with naming_settings(config.tree.plan):
+        return plans.PLANS[config.tree.plan](schedule, epoch, shape_of(config))
 
 
 def plan_at(config: Config, epoch: int = 0) -> Plan:
@@ -105,20 +141,18 @@ def plan_at(config: Config, epoch: int = 0) -> Plan:
 
 def window_positions(config: Config, schedule: Schedule) -> int:
     """The number of places of the plan's moving window; 1 where none moves."""
-    tree = config.tree
-    size = {"tree": tree.w, "mix": tree.w, "branch": tree.mix_sde_window if tree.mix_ode_sde else None}.get(tree.plan)
-    if size is None:
+    window = moving_window(config)
+    if window is None:
         return 1
-    argument = "mix_sde_window" if tree.plan == "branch" else "w"
-    with naming_settings():
-        return plans.window_positions(schedule, kernel_of(config), eta_of(config), size, argument)
+    with naming_settings(config.tree.plan):
+        return plans.window_positions(schedule, noise_of(config), window)
 
 
 def window_of(config: Config, plan: Plan, epoch: int) -> int:
-    """The first step of the moving window; without one, the first stochastic step."""
+    """The first step of the moving window; without one, the first stochastic step, or 0 where there is none either."""
     positions = window_positions(config, plan.schedule.head(config.sample.num_steps))
     if positions == 1:
-        return int(plan.step[plan.stochastic].min())
+        return int(plan.step[plan.stochastic].min()) if plan.stochastic.any() else 0
     return window_start(epoch, config.tree.s, config.tree.tou, positions)
 
 
@@ -234,7 +268,7 @@ def warnings_about(config: Config) -> list[str]:
     if config.tree.plan != "flat" or not config.kernel.excess_noise:
         return []
     schedule = schedule_of(config, config.sample.num_steps)
-    kernel, eta = kernel_of(config), eta_of(config)
+    kernel, eta, _ = noise_of(config)
     with naming_settings():
         breaks = sde_able(schedule, kernel, eta, excess=True) & ~sde_able(schedule, kernel, eta)
     if not breaks.any():
