@@ -4,13 +4,16 @@ Two modes of weight 0.30 and 0.70 and spread 0.30, whose exact velocity is known
 """
 
 import torch
+from accelerate import Accelerator
 
 from arborl.config import load_config
 from arborl.core.kernels import sde_able
 from arborl.core.noise import fold
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
-from arborl.engine.rollout import sample_trees
+from arborl.data.prompts import LocalPrompts, Prompts
+from arborl.engine.policy import Policy
+from arborl.engine.rollout import grow_trees
 from arborl.worlds.mixture import Mixture, MixtureModel
 
 MEANS, WEIGHTS, SPREAD = torch.tensor([[-2.0, 0.0], [2.0, 0.0]]), torch.tensor([0.3, 0.7]), 0.3
@@ -23,9 +26,10 @@ def marginals(kernel: str, eta: float, steps: int, samples: int = 8000, seed: in
     model.data = Mixture(MEANS, WEIGHTS, SPREAD)
     schedule = shifted(steps, 3.0)
     able = sde_able(schedule, kernel, eta).tolist()
+    prompts = Prompts(["a dot"] * samples, {})
     plan = grow(schedule, kernel, 1, [1] * steps, [eta if a else 0.0 for a in able])
-    cond = model.encode(["a dot"] * samples)
-    x = sample_trees(model, plan, cond, fold(seed, 0), torch.arange(samples), config.sample).leaves[:, 0]
+    policy, local = Policy(model, config, Accelerator(cpu=True)), LocalPrompts(prompts, torch.arange(samples), samples)
+    x = grow_trees(policy, plan, policy.encode(prompts.texts), fold(seed, 0), local).leaves[:, 0]
     nearest = torch.cdist(x, MEANS).argmin(1)
     return float((nearest == 0).float().mean()), float((x - MEANS[nearest]).std())
 

@@ -25,8 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from arborl.config import load_config
+from arborl.engine.policy import Policy
 from arborl.engine.rollout import Rollout, sample_trees
-from arborl.models import Model, compile, lora
+from arborl.models import compile, lora
 from arborl.models.sd3 import SD3Model
 from arborl.trainer import train
 
@@ -106,16 +107,16 @@ def rounded(module: nn.Module) -> Iterator[None]:
 def scenes(epochs: int) -> None:
     """The main run, as it is and with float8 where no log-density is taken; evaluated alike."""
 
-    def coarse(model: Model, *args: Any, **kwargs: Any) -> Rollout:
-        plain = model.fast_sampling
+    def coarse(policy: Policy, *args: Any) -> Rollout:
+        plain = policy.fast_sampling
 
         @contextmanager
         def fast_sampling() -> Iterator[None]:
-            with plain(), rounded(model.module):
+            with plain(), rounded(policy.module):
                 yield
 
-        with mock.patch.object(model, "fast_sampling", fast_sampling):
-            return sample_trees(model, *args, **kwargs)
+        with mock.patch.object(policy, "fast_sampling", fast_sampling):
+            return sample_trees(policy, *args)
 
     for name, way in (("float32", sample_trees), ("float8", coarse)):
         with tempfile.TemporaryDirectory() as folder, mock.patch("arborl.trainer.sample_trees", way):

@@ -4,8 +4,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -34,6 +35,8 @@ install_import_hook(
         "arborl.data.prompts",
         "arborl.engine.evaluate",
         "arborl.engine.generate",
+        "arborl.engine.method",
+        "arborl.engine.policy",
         "arborl.engine.rollout",
         "arborl.engine.score",
         "arborl.engine.update",
@@ -59,11 +62,17 @@ install_import_hook(
 )
 
 import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
 
 from arborl.config import load_config  # noqa: E402
 from arborl.config.schema import Config  # noqa: E402
+from arborl.core.noise import Key  # noqa: E402
 from arborl.core.schedule import shifted  # noqa: E402
-from arborl.core.tree import grow  # noqa: E402
+from arborl.core.tree import Plan, grow  # noqa: E402
+from arborl.data.prompts import LocalPrompts, Prompts  # noqa: E402
+from arborl.engine.method import loss_of  # noqa: E402
+from arborl.engine.policy import Policy  # noqa: E402
+from arborl.engine.rollout import Rollout, grow_trees  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
 from arborl.run.trees import TreeFile  # noqa: E402
 from arborl.worlds.scenes import FOLDER  # noqa: E402
@@ -160,6 +169,24 @@ def make(overrides: list[str], name: str = "mixture") -> tuple[Config, Model]:
     """A configuration and its model, ready to roll out."""
     config = load_config(name, overrides)
     return config, load_model(config, CPU)
+
+
+def make_policy(overrides: list[str], name: str = "mixture") -> Policy:
+    """A configuration's policy, for its own loss, as one process on the CPU has it."""
+    config, model = make(overrides, name)
+    return Policy(model, config, Accelerator(cpu=True), loss_of(config))
+
+
+def local_of(texts: Sequence[str], ids: Sequence[int] | None = None) -> LocalPrompts:
+    """Prompts of one process: the first ones of an epoch, or those in certain places of it."""
+    return LocalPrompts(Prompts(list(texts), {}), torch.tensor(ids or list(range(len(texts)))), len(texts))
+
+
+def trees_of(
+    policy: Policy, plan: Plan, texts: Sequence[str], key: Key = (0, 0), ids: Sequence[int] | None = None, **how: Any
+) -> Rollout:
+    """A rollout of some prompts."""
+    return grow_trees(policy, plan, policy.encode(texts), key, local_of(texts, ids), **how)
 
 
 def moved(model: Model) -> Model:

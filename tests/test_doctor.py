@@ -1,6 +1,5 @@
 """`arborl doctor`: quiet about a healthy run, and it finds each planted fault."""
 
-import copy
 import json
 import os
 import re
@@ -15,15 +14,16 @@ from hypothesis import strategies as st
 
 import arborl.models.lora as lora
 from arborl.cli import main
-from arborl.config import load_config
+from arborl.config import load_config, with_settings
 from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
 from arborl.data.prompts import split_prompts
 from arborl.doctor import Subject, _broken_canary, examine
 from arborl.engine.autotune import Trial, choose, describe_batches, max_rows, trials
 from arborl.engine.checks import Finding, check_pictures, check_spread, spread_of
-from arborl.models import load_model
 from arborl.trainer import train
+
+from conftest import make_policy
 
 CPU = torch.device("cpu")
 MIXTURE = load_config("mixture")
@@ -198,20 +198,19 @@ class TestPlantedFaults:
 
     def test_a_vae_that_overflows_in_half_precision(self, sd3_overrides, monkeypatch):
         """As some published ones do: fine in float32, too large for float16, and clamping hides it."""
-        config = load_config("mixture", sd3_overrides)
-        model = load_model(config, CPU)
-        latents = torch.randn(2, *model.latent_shape)
-        _, whole = check_pictures(model, latents, 2)
+        policy = make_policy([*sd3_overrides, "sample.decode_batch_size=2"])
+        latents = torch.randn(2, *policy.latent_shape)
+        _, whole = check_pictures(policy, latents)
         assert whole.ok
-        vae = model.pipe.vae
+        vae = policy.model.pipe.vae
         with torch.no_grad():
             vae.decoder.conv_in.weight *= 3e4
             vae.decoder.conv_in.bias *= 3e4
-        assert check_pictures(model, latents, 2)[1].ok, "its group norms undo the scale, so float32 does not mind"
+        assert check_pictures(policy, latents)[1].ok, "its group norms undo the scale, so float32 does not mind"
         vae.half()
         honest = vae.decode
         monkeypatch.setattr(vae, "decode", lambda z, **named: honest(z.half(), **named))
-        _, finding = check_pictures(model, latents, 2)
+        _, finding = check_pictures(policy, latents)
         assert finding.ok is False
         assert "overflow" in finding.measured
         assert "float16" in finding.measured
@@ -317,14 +316,14 @@ class TestMicroBatches:
     def test_no_combination_divides_to_zero(
         self, prompts: int, total: int | None, updates: int, size: int, processes: int
     ):
-        config = copy.deepcopy(MIXTURE)
-        config.sample.num_prompts, config.sample.prompts_per_epoch = prompts, total
-        config.train.updates, config.train.batch_size = updates, size
+        sizes = {"sample.num_prompts": prompts, "sample.prompts_per_epoch": total, "train.updates": updates}
+        config = with_settings(MIXTURE, sizes)
         how = split_prompts(config.sample, processes)
         assert how.per_process * processes >= how.total >= 1
         assert (how.per_process - 1) * processes < how.total
         assert all(value >= 1 for value in max_rows(config, processes).values())
-        counts = [int(number) for line in describe_batches(config, processes) for number in re.findall(r"\d+", line)]
+        lines = describe_batches(config, size, processes)
+        counts = [int(number) for line in lines for number in re.findall(r"\d+", line)]
         assert min(counts) >= 1
 
     def test_auto_is_found_told_and_kept(self, tmp_path: Path, capsys):

@@ -23,6 +23,7 @@ import torch
 from arborl import trainer
 from arborl.config import knobs, load_config
 from arborl.core.errors import InputError
+from arborl.engine.policy import Policy
 from arborl.models import load_model
 from arborl.models.sd3 import SD3Model
 from arborl.rewards import remote, rewards_of
@@ -129,7 +130,7 @@ def computed(overrides: list[str], folder: Path) -> Any:
     """The arithmetic of model calls, and whether the model is compiled."""
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MixtureModel, "compile", lambda _: seen.append("compiled") or [])
+        patch.setattr(Policy, "compile", lambda _: seen.append("compiled") or [])
         config = load_config("mixture", overrides)
         accelerator = start_accelerator(config)
         assemble(config, accelerator, {"epoch": 0, "prompts": 0})

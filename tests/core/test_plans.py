@@ -248,8 +248,8 @@ class TestODE:
         with pytest.raises(ArgumentError) as error:
             PLANS[name](schedule, 0, shape)
         assert str(error.value) == (
-            "kernel=ode: adds no noise, so that branches of one trajectory would be the same picture "
-            f"(plan=flat with group.shared_noise=false is where it works); allowed: {stochastic}"
+            "kernel=ode: adds no noise, so that branches of one trajectory would be the same picture"
+            f"; allowed: {stochastic}; try: plan=flat with group.shared_noise=false"
         )
 
 

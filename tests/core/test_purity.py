@@ -17,5 +17,5 @@ def test_core_imports_nothing_of_the_project_outside_itself():
                 assert all(not alias.name.startswith("arborl") for alias in node.names), path.name
             if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-                allowed = {"torch", "jaxtyping", "math", "typing", "dataclasses", "functools", "collections"}
+                allowed = {"torch", "jaxtyping", "math", "typing", "dataclasses", "functools", "collections", "abc"}
                 assert {str(name).split(".")[0] for name in names} <= allowed, path.name

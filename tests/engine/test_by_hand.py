@@ -13,20 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
 from arborl import trainer
 from arborl.config import load_config
 from arborl.data.prompts import Prompts
-from arborl.engine import update as update_stage
 from arborl.engine.evaluate import evaluate
+from arborl.engine.method import Method
+from arborl.engine.policy import Policy
 from arborl.engine.rollout import Rollout
+from arborl.engine.score import LeafScores
 from arborl.engine.state import copy_into, trainable
-from arborl.engine.update import Edges, _partition
+from arborl.engine.update import Trained, TrainingCalls, partition
 from arborl.models import Model
 from arborl.rewards import Scores, rewards_of
-from arborl.run.run import Run
 from arborl.worlds.mixture import MixtureModel
 
 SMALL = [
@@ -52,7 +54,7 @@ class Epoch:
     key: Any
     before: dict[str, Tensor]
     model: Model
-    batches: list[Edges] = field(default_factory=list)  # what each of its model calls trained
+    batches: list[Trained] = field(default_factory=list)  # what each of its model calls trained
 
 
 class Watched:
@@ -71,26 +73,26 @@ class Watched:
         self.average = load_file(last / "ema.safetensors") if self.config.train.ema_decay else {}
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
-        credit, update, loss = Run.advantage, trainer.update, update_stage._loss
+        credit, update, loss = Method.credit, trainer.update, TrainingCalls.loss_of
         seen: list[Scores] = []
 
-        def credited(run: Run, plan: Any, scores: Scores, rollout: Rollout) -> Tensor:
-            seen.append(scores)
-            return credit(run, plan, scores, rollout)
+        def credited(method: Method, epoch: Any, scored: LeafScores, rollout: Rollout) -> tuple[Tensor, Tensor]:
+            seen.append(scored.scores)
+            return credit(method, epoch, scored, rollout)
 
-        def updated(model, state, accelerator, rollout, advantage, keep, config, key, share, *rest):
+        def updated(policy, state, loss, rollout, advantage, keep, **how):
             before = {name: p.detach().clone() for name, p in state.parameters.items()}
-            texts = share.prompts.texts
-            self.epochs.append(Epoch(texts, seen[-1], rollout, advantage, keep, key, before, copy.deepcopy(model)))
-            return update(model, state, accelerator, rollout, advantage, keep, config, key, share, *rest)
+            texts, model = rollout.prompts.prompts.texts, copy.deepcopy(policy.model)
+            self.epochs.append(Epoch(texts, seen[-1], rollout, advantage, keep, rollout.key, before, model))
+            return update(policy, state, loss, rollout, advantage, keep, **how)
 
-        def lost(model, rollout, advantage, batch, *rest, **more):
-            self.epochs[-1].batches.append(batch)
-            return loss(model, rollout, advantage, batch, *rest, **more)
+        def lost(training: TrainingCalls, trained: Trained, *rest, **more):
+            self.epochs[-1].batches.append(trained)
+            return loss(training, trained, *rest, **more)
 
-        patch.setattr(Run, "advantage", credited)
+        patch.setattr(Method, "credit", credited)
         patch.setattr(trainer, "update", updated)
-        patch.setattr(update_stage, "_loss", lost)
+        patch.setattr(TrainingCalls, "loss_of", lost)
 
 
 def flow_sde(sigma: float, below: float, eta: float) -> tuple[float, float, float]:
@@ -180,7 +182,9 @@ class ByHand:
         self.steps, self.clipped, self.norms, self.divergence = 0, [], [], []
         for epoch in run.epochs:
             plan, prompts = epoch.rollout.plan, len(epoch.texts)
-            part_of = _partition(plan, prompts, 2, epoch.key)
+            of_call = partition(len(plan.trained_parents), prompts, 2, epoch.key)
+            part_of = torch.full((prompts, plan.nodes), -1)
+            part_of[:, plan.trained_parents] = of_call
             covered = sorted([p, e] for one in epoch.batches for p, e in zip(one.prompt, one.edge, strict=True))
             assert covered == epoch.keep.nonzero().tolist(), "every kept edge is trained once"
             for part in range(2):
@@ -251,7 +255,7 @@ def test_weights_averages_and_metrics(trained: Watched):
 
 
 def first_step(epoch: Epoch) -> list[list[int]]:
-    return epoch.batches[0].parents.tolist()
+    return epoch.batches[0].calls.tolist()
 
 
 def test_every_epoch_and_every_seed_has_a_partition_of_its_own(trained: Watched, tmp_path: Path):
@@ -308,11 +312,12 @@ def test_evaluations_look_at_the_average(tmp_path: Path):
     """The last evaluation's scores are those of the averaged weights, and not of the trained ones."""
     run = Watched(tmp_path, ["train.learning_rate=0.05", "train.ema_decay=0.7", "eval.num_prompts=8"])
     model, rewards = run.epochs[-1].model, rewards_of(run.config)
+    policy = Policy(model, run.config, Accelerator(cpu=True))
     prompts = Prompts(list(model.default_prompts), {})
 
     def scored(weights: dict[str, Tensor]) -> float:
         copy_into(trainable(model.module), weights)
-        return evaluate(model, rewards, prompts, run.config).mean["place"]
+        return evaluate(policy, rewards, prompts).mean["place"]
 
     assert run.rows[-1]["eval/place"] == pytest.approx(scored(run.average), abs=1e-7)
     assert run.rows[-1]["eval/place"] != pytest.approx(scored(run.weights), abs=1e-4)

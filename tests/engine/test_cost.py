@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from arborl.config import load_config, options
+from arborl.config import load_config, options, with_settings
 from arborl.core.schedule import shifted
 from arborl.engine.cost import costs, count_model_calls, epochs_within, forecast
 from arborl.engine.method import make_plan
@@ -117,7 +117,7 @@ def test_costs_add_up_to_the_epochs_a_budget_allows(name: str):
 
 def test_a_budget_where_pruning_ends_early():
     config = load_config("branch_width", ["prune.until=0.5"])
-    config.train.epochs = epochs_within(config, 3e5)
+    config = with_settings(config, {"train.epochs": epochs_within(config, 3e5)})
     assert sum(itertools.islice(costs(config), config.train.epochs)) == pytest.approx(3e5, rel=0.1)
     whole = load_config("branch_width", ["prune.until=1"])
     assert config.train.epochs < epochs_within(whole, 3e5)

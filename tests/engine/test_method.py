@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arborl.config import load_config
+from arborl.config import load_config, with_settings
 from arborl.core.errors import InputError
 from arborl.core.plans import PLANS
 from arborl.core.prune import Pruning
@@ -85,8 +85,8 @@ def test_every_other_plan_refuses_a_kernel_without_noise(name: str, family: str)
         plans_of_a_run(load_config("flat", overrides))
     allowed = {"flow": "auto, flow_sde, dance_sde or cps", "diffusion": "auto, ddim"}[family]
     assert str(error.value) == (
-        "kernel.name=ode: adds no noise, so that branches of one trajectory would be the same picture "
-        f"(tree.plan=flat with sample.shared_noise=false is where it works); allowed: {allowed}"
+        "kernel.name=ode: adds no noise, so that branches of one trajectory would be the same picture"
+        f"; allowed: {allowed}; try: tree.plan=flat with sample.shared_noise=false"
     )
 
 
@@ -105,7 +105,7 @@ def test_windows_slide_and_come_to_every_place(name: str):
 def test_a_window_beside_splits_is_known_by_its_place_not_by_its_looks(s: int, count: int):
     """On a split point a window of one step changes nothing, and is still a place of its own."""
     config = load_config("branch_mix", ["model=mixture", "tree.mix_sde_window=1", "tree.tou=3", f"tree.s={s}"])
-    config.sample.num_steps = 19
+    config = with_settings(config, {"sample.num_steps": 19})
     found = window_plans(config)
     assert len(found) == count
     for epoch in range(0, 120, 7):
@@ -117,7 +117,7 @@ def test_a_window_beside_splits_is_known_by_its_place_not_by_its_looks(s: int, c
 
 def test_what_a_run_comes_to_is_what_walking_all_its_epochs_finds():
     config = load_config("branch_depth", ["model=mixture", "tree.mix_ode_sde=true", "tree.s=3", "tree.tou=7"])
-    config.prune.until, config.train.epochs = 0.8, 400
+    config = with_settings(config, {"prune.until": 0.8, "train.epochs": 400})
     schedule = shifted(20, 3.0)
 
     def stage(epoch: int) -> tuple:

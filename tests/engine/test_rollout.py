@@ -2,26 +2,29 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from arborl.config import load_config
 from arborl.core.kernels import KERNELS, Coefficients, transition
 from arborl.core.noise import Key, fold, normal
 from arborl.core.tree import Plan, deterministic, grow
-from arborl.engine.method import kernel_of, make_plan
-from arborl.engine.rollout import Rollout, sample_trees, trained_batch
-from arborl.models import Model, load_model, lora
+from arborl.engine.method import kernel_of, loss_of, make_plan
+from arborl.engine.policy import Policy
+from arborl.engine.rollout import Rollout, grow_trees
+from arborl.models import load_model, lora
 from arborl.models.base import Cond
 
-from conftest import make, moved, tiny_overrides
+from conftest import local_of, make_policy, moved, tiny_overrides, trees_of
 
 MIXTURE = ["sample.num_prompts=3", "sample.num_steps=6", "tree.w=2", "tree.k=3", "sample.num_trees=2"]
 
 
 def node_by_node(
-    model: Model, plan: Plan, cond: Cond, key: Key, prompt_ids: list[int]
+    model: Policy, plan: Plan, cond: Cond, key: Key, prompt_ids: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One node at a time, one model call an edge, every address spelled out: slow and obvious."""
     latents = torch.empty(len(cond), plan.nodes, *model.latent_shape)
@@ -48,12 +51,12 @@ def node_by_node(
     return latents, density
 
 
-def grown(overrides: list[str], prompts: list[str] | None = None, epoch: int = 1) -> tuple[Model, Rollout, Key]:
-    config, model = make(overrides)
-    plan = make_plan(config, model.schedule(config.sample.num_steps), epoch)
-    texts = prompts or ["a dot at the top left", "red house", "a dog"][: config.sample.num_prompts]
-    key = fold(config.seed, epoch)
-    return model, sample_trees(model, plan, model.encode(texts), key, torch.arange(len(texts)), config.sample), key
+def grown(overrides: list[str], prompts: list[str] | None = None, epoch: int = 1) -> tuple[Policy, Rollout, Key]:
+    policy = make_policy(overrides)
+    plan = make_plan(policy.config, policy.schedule(), epoch)
+    texts = prompts or ["a dot at the top left", "red house", "a dog"][: policy.config.sample.num_prompts]
+    key = fold(policy.config.seed, epoch)
+    return policy, trees_of(policy, plan, texts, key), key
 
 
 @torch.no_grad()
@@ -92,13 +95,13 @@ def test_micro_batches_padding_and_offloading_change_nothing_but_rounding(sd3_ov
 
 
 def test_a_prompts_trees_do_not_depend_on_the_others():
-    config, model = make(MIXTURE)
-    plan = make_plan(config, model.schedule(6), 0)
+    policy = make_policy(MIXTURE)
+    plan = make_plan(policy.config, policy.schedule(), 0)
     texts = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left"]
     key = fold(0, 0)
-    together = sample_trees(model, plan, model.encode(texts), key, torch.arange(3), config.sample)
+    together = trees_of(policy, plan, texts, key)
     for i, text in enumerate(texts):
-        alone = sample_trees(model, plan, model.encode([text]), key, torch.tensor([i]), config.sample)
+        alone = trees_of(policy, plan, [text], key, [i])
         torch.testing.assert_close(alone.latents[0], together.latents[i], rtol=1e-5, atol=1e-6)
 
 
@@ -124,15 +127,13 @@ def test_ode_levels_share_no_noise_and_have_no_density():
 
 
 def test_the_first_prompts_clean_pictures():
-    config, model = make(MIXTURE)
-    plan = make_plan(config, model.schedule(6), 0)
-    record = sample_trees(
-        model, plan, model.encode(["a dot"]), fold(0, 0), torch.tensor([0]), config.sample, keep_x0=True
-    )
+    policy = make_policy(MIXTURE)
+    plan = make_plan(policy.config, policy.schedule(), 0)
+    record = trees_of(policy, plan, ["a dot"], fold(0, 0), keep_x0=True)
     assert record.x0 is not None
     torch.testing.assert_close(record.x0[plan.leaves], record.leaves[0])
     x, sigma = record.latents[0, :2], plan.schedule.sigma[:1].float()
-    v = model.predict(x, plan.timestep[:2].float(), record.cond[torch.tensor([0, 0])])
+    v = policy.predict(x, plan.timestep[:2].float(), record.cond[torch.tensor([0, 0])])
     torch.testing.assert_close(record.x0[:2], x - sigma * v, rtol=1e-5, atol=1e-5)
 
 
@@ -154,27 +155,25 @@ def test_the_same_draws_in_another_process():
 @pytest.mark.parametrize("how", ["off", "on"])
 def test_on_a_gpu_nothing_waits_in_a_rollout(tiny_folder, how):
     config = load_config("mixture", [*tiny_overrides("sd3", tiny_folder("sd3")), "train.batch_size=4"])
-    model = load_model(config, torch.device("cuda"))
+    policy = Policy(load_model(config, torch.device("cuda")), config, Accelerator(), loss_of(config))
     if how == "on":
-        model.compile()
-    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
-    given = model, plan, model.encode(["a red house", "a dog"]), fold(0, 0), torch.arange(2), config.sample
-    twin = trained_batch(model, config)
+        policy.compile()
+    texts = ["a red house", "a dog"]
+    cond, plan = policy.encode(texts), make_plan(config, policy.schedule(), 0)
     with torch.autocast("cuda", torch.bfloat16):
-        sample_trees(*given, trained_batch=twin)
+        grow_trees(policy, plan, cond, fold(0, 0), local_of(texts))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sample_trees(*given, trained_batch=twin)
+            grow_trees(policy, plan, cond, fold(0, 0), local_of(texts))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
 def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
-    config, model = make([*tiny_overrides("sd3", tiny_folder("sd3")), "tree.s=0", "train.batch_size=3"])
-    moved(model)
-    plan = make_plan(config, model.schedule(config.sample.num_steps), 0)
-    cond, ids = model.encode(["a red house", "a dog"]), torch.arange(2)
-    plain = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample)
+    policy = make_policy([*tiny_overrides("sd3", tiny_folder("sd3")), "tree.s=0", "train.batch_size=3"])
+    model: Any = moved(policy.model)
+    plan, texts = make_plan(policy.config, policy.schedule(), 0), ["a red house", "a dog"]
+    plain = trees_of(policy, plan, texts, fold(0, 0))
     seen, predict = [], model.predict
 
     def spy(x, t, cond):
@@ -182,8 +181,8 @@ def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
         seen.append((len(x), torch.is_grad_enabled(), merged))
         return predict(x, t, cond)
 
-    model.predict, model.compiled = spy, True
-    record = sample_trees(model, plan, cond, fold(0, 0), ids, config.sample, trained_batch=trained_batch(model, config))
+    model.predict, policy.compiled = spy, True
+    record = trees_of(policy, plan, texts, fold(0, 0))
     # Two stochastic levels of 2 and 4 rows in the update's micro-batches of 3, no row alone; then three of 8 at once.
     assert seen == [(rows, True, False) for rows in (2, 3, 2)] + [(8, False, True)] * 3
     torch.testing.assert_close(record.latents, plain.latents, rtol=1e-4, atol=1e-4)
@@ -192,35 +191,33 @@ def test_only_what_the_update_sees_again_is_computed_as_it_will(tiny_folder):
 
 
 def test_mix_really_calls_the_model_as_often():
-    config, model = make(["algo=mix", "sample.num_steps=10", "sample.group_size=6", "tree.w=3", "tree.tou=1"])
-    seen, predict = [], model.predict
-    model.predict = lambda x, t, cond: (seen.append(len(x)), predict(x, t, cond))[1]  # pyright: ignore
-    plan = make_plan(config, model.schedule(10), 4)
-    sample_trees(model, plan, model.encode(["a dot"] * 2), fold(0, 0), torch.arange(2), config.sample)
+    policy = make_policy(["algo=mix", "sample.num_steps=10", "sample.group_size=6", "tree.w=3", "tree.tou=1"])
+    seen, predict = [], policy.model.predict
+    policy.model.predict = lambda x, t, cond: (seen.append(len(x)), predict(x, t, cond))[1]  # pyright: ignore
+    plan = make_plan(policy.config, policy.schedule(), 4)
+    trees_of(policy, plan, ["a dot"] * 2, fold(0, 0))
     assert sum(seen) == 2 * plan.forwards == 2 * (4 + 1 + 6 * 5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", [[], ["model.family=tiny_ddim:TinyDDIM"]], ids=["flow", "diffusion"])
 def test_a_group_without_noise_is_what_the_ode_makes_of_each_first_noise(family: list[str]):
-    model, record, key = grown([*family, "algo=flat", "kernel.name=ode", "sample.group_size=3", "sample.num_steps=4"])
+    policy, record, key = grown([*family, "algo=flat", "kernel.name=ode", "sample.group_size=3", "sample.num_steps=4"])
     plan, prompts = record.plan, len(record.latents)
     assert (record.log_density == 0).all()
     assert len(record.latents[:, :3].flatten(0, 1).unique(dim=0)) == 3 * prompts, "every trajectory has its own noise"
-    one, settings = deterministic(model.schedule(4)), model.config.sample
+    one = deterministic(policy.schedule())
     for root in range(3):
         start = record.latents[:, root : root + 1]
-        made = sample_trees(model, one, record.cond, key, torch.arange(prompts), settings, start=start)
+        made = trees_of(policy, one, record.prompts.prompts.texts, key, start=start)
         torch.testing.assert_close(record.latents[:, plan.tree == root], made.latents, rtol=1e-5, atol=1e-5)
 
 
 def leaves_of_tail(steps: int, solver: str, tail_steps: int) -> torch.Tensor:
-    config, model = make(
+    policy = make_policy(
         [f"sample.num_steps={steps}", f"sample.tail_solver={solver}", f"sample.tail_steps={tail_steps}", "tree.w=1"]
     )
-    plan = make_plan(config, model.schedule(steps), 0)
-    texts = ["a dot"] * 32
-    return sample_trees(model, plan, model.encode(texts), fold(0, 0), torch.arange(32), config.sample).leaves
+    return trees_of(policy, make_plan(policy.config, policy.schedule(), 0), ["a dot"] * 32, fold(0, 0)).leaves
 
 
 def test_a_tail_as_long_as_the_schedule_is_the_schedule():
@@ -234,13 +231,10 @@ class TestSplitNoise:
     @pytest.mark.parametrize(("kernel", "eta"), [("dance_sde", 0.3), ("flow_sde", 0.2)])
     def test_mean_log_density_is_that_of_the_true_density(self, kernel: str, eta: float):
         overrides = ["algo=branch", f"kernel.name={kernel}", f"kernel.eta={eta}", "sample.num_steps=8"]
-        config, model = make([*overrides, "tree.split_points=[0,3]", "tree.split_noise_scale=4"])
-        plan = make_plan(config, model.schedule(8), 0)
+        policy = make_policy([*overrides, "tree.split_points=[0,3]", "tree.split_noise_scale=4"])
+        plan = make_plan(policy.config, policy.schedule(), 0)
         assert plan.kappa[plan.step == 3].unique().tolist() == [4.0]
-        prompts = 3000
-        record = sample_trees(
-            model, plan, model.encode(["a dot"] * prompts), fold(0, 0), torch.arange(prompts), config.sample
-        )
+        record = trees_of(policy, plan, ["a dot"] * 3000, fold(0, 0))
         plain = grow(plan.schedule, kernel, 1, [1] * 8, [eta] * 7 + [0.0]).coefficients.std
         for step in range(7):
             edges = plan.step == step
@@ -253,10 +247,9 @@ class TestSplitNoise:
             assert float(draws.mean()) == pytest.approx(float(true), abs=4 * 0.5 / draws.numel() ** 0.5)
 
     def test_children_are_spread_as_the_plan_says(self):
-        config, model = make(["algo=branch", "sample.num_steps=8", "tree.split_points=[0]", "tree.k=2"])
-        plan = make_plan(config, model.schedule(8), 0)
-        texts = ["a dot"] * 4000
-        record = sample_trees(model, plan, model.encode(texts), fold(0, 0), torch.arange(4000), config.sample)
+        policy = make_policy(["algo=branch", "sample.num_steps=8", "tree.split_points=[0]", "tree.k=2"])
+        plan = make_plan(policy.config, policy.schedule(), 0)
+        record = trees_of(policy, plan, ["a dot"] * 4000, fold(0, 0))
         apart = record.latents[:, 1] - record.latents[:, 2]
-        assert kernel_of(config) == "dance_sde"
+        assert kernel_of(policy.config) == "dance_sde"
         assert float(apart.std()) == pytest.approx(2**0.5 * float(plan.coefficients.std[0]), rel=0.03)

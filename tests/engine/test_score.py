@@ -12,12 +12,13 @@ from arborl.data.prompts import Prompts
 from arborl.engine.score import decode_and_score, diversity, statistics, thumbnails
 from arborl.rewards import Rewards
 
-from conftest import make
+from conftest import make_policy
 
 
 def test_pictures_are_decoded_while_servers_score_others():
     """The first answer comes only once the second pictures are decoded; one at a time it never would."""
-    _, model = make(["model=mixture"])
+    policy = make_policy(["model=mixture", "sample.decode_batch_size=2"])
+    model = policy.model
     further, decoded = threading.Event(), itertools.count(1)
     decode = model.decode
 
@@ -37,7 +38,7 @@ def test_pictures_are_decoded_while_servers_score_others():
     model.decode = counted
     rewards = Rewards({"x": Server()}, {"x": 1.0})
     leaves = torch.randn(3, 2, *model.latent_shape)
-    scored = decode_and_score(model, rewards, leaves, Prompts(["a", "b", "c"], {}), 2)
+    scored = decode_and_score(policy, rewards, leaves, Prompts(["a", "b", "c"], {}))
     assert scored.scores.total.tolist() == [[0, 1]] * 3
 
 
@@ -45,7 +46,8 @@ def test_pictures_are_decoded_while_servers_score_others():
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
 def test_every_leaf_is_scored_with_its_own_prompt_and_columns(remote: bool, batch_size: int):
     """The picture shows which latent it was made of, the scores say which prompt it came with."""
-    _, model = make(["model=mixture"])
+    policy = make_policy(["model=mixture", f"sample.decode_batch_size={batch_size}"])
+    model = policy.model
     model.decode = lambda latents: latents[:, :1, None, None].expand(-1, 3, 4, 4)
     prompts = Prompts(["a", "bb", "ccc"], {"number": [10, 20, 30]})
     leaves = torch.arange(6.0).view(3, 2, 1).expand(3, 2, *model.latent_shape)
@@ -55,7 +57,7 @@ def test_every_leaf_is_scored_with_its_own_prompt_and_columns(remote: bool, batc
         return {"latent": images[:, 0, 0, 0], "text": lengths, "number": torch.tensor(columns["number"]).float()}
 
     told.is_remote = remote  # type: ignore[attr-defined]
-    parts = decode_and_score(model, Rewards({"x": told}, {"x": 1.0}), leaves, prompts, batch_size).scores.parts
+    parts = decode_and_score(policy, Rewards({"x": told}, {"x": 1.0}), leaves, prompts).scores.parts
     assert parts["x/latent"].tolist() == [[0, 1], [2, 3], [4, 5]]
     assert parts["x/text"].tolist() == [[1, 1], [2, 2], [3, 3]]
     assert parts["x/number"].tolist() == [[10, 10], [20, 20], [30, 30]]

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,38 +14,39 @@ from arborl.core.noise import fold
 from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
-from arborl.data.prompts import LocalPrompts, Prompts
 from arborl.engine.checks import recheck_steps
-from arborl.engine.method import make_plan
-from arborl.engine.rollout import Rollout, sample_trees
+from arborl.engine.method import loss_of, make_plan
+from arborl.engine.rollout import Epoch, Rollout, sample_trees
 from arborl.engine.state import Ema, State, trainable
-from arborl.engine.update import Edges, Stats, _edges, _loss, _partition, update
+from arborl.engine.update import Stats, Trained, TrainingCalls, partition, update
 from arborl.models import Model
 from arborl.worlds.mixture import place
 
-from conftest import make
+from conftest import local_of, make_policy
 
 TEXTS = ["a dot at the top left", "a dot at the top right", "a dot at the bottom left", "a dot at the bottom right"]
 
 
 class Bench:
-    """A model, its optimizer and one rollout, ready for an update."""
+    """A policy, its optimizer and one rollout, ready for an update."""
 
     def __init__(self, overrides: list[str], epoch: int = 0, texts: list[str] = TEXTS) -> None:
-        self.config, self.model = make(overrides)
+        self.policy = make_policy(overrides)
+        self.config, self.model, self.loss = self.policy.config, self.policy.model, loss_of(self.policy.config)
         parameters = trainable(self.model.module)
         train = self.config.train
         optimizer = torch.optim.AdamW(list(parameters.values()), lr=train.learning_rate)
-        self.state = State(parameters, optimizer, Ema(parameters, train.ema_decay))
+        old = self.policy.follow_with_old(parameters)
+        self.state = State(parameters, optimizer, Ema(parameters, train.ema_decay), old)
         self.key = fold(self.config.seed, epoch)
-        self.accelerator = Accelerator(cpu=True)
         self.texts, self.epoch = texts, epoch
         self.record = self.rollout()
 
     def rollout(self) -> Rollout:
-        plan = make_plan(self.config, self.model.schedule(self.config.sample.num_steps), self.epoch)
-        ids = torch.arange(len(self.texts))
-        return sample_trees(self.model, plan, self.model.encode(self.texts), self.key, ids, self.config.sample)
+        plan = make_plan(self.config, self.policy.schedule(), self.epoch)
+        return sample_trees(
+            self.policy, Epoch(self.epoch, plan, self.key, local_of(self.texts)), self.policy.encode(self.texts)
+        )
 
     def advantage(self, scores: torch.Tensor | None = None) -> torch.Tensor:
         if scores is None:
@@ -55,12 +55,14 @@ class Bench:
             tree, self.record.plan, scores, self.record.log_density, 5.0, temperature=1.0, backup="softmax"
         )
 
+    def kept(self, advantage: torch.Tensor) -> torch.Tensor:
+        return prune(self.record.plan, advantage, among=self.loss.edges(self.record.plan))
+
     def update(self, advantage: torch.Tensor) -> Stats:
-        keep = prune(self.record.plan, advantage)
-        share = LocalPrompts(Prompts(["x"] * len(advantage), {}), torch.arange(len(advantage)), len(advantage))
-        return update(
-            self.model, self.state, self.accelerator, self.record, advantage, keep, self.config, self.key, share
-        )
+        return update(self.policy, self.state, self.loss, self.record, advantage, self.kept(advantage))
+
+    def calls(self, advantage: torch.Tensor) -> TrainingCalls:
+        return TrainingCalls(self.policy, self.loss, self.record, advantage)
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten().clone() for p in self.state.parameters.values()])
@@ -189,24 +191,17 @@ def test_the_micro_batch_size_does_not_change_the_gradient_on_sd3(sd3_overrides,
 def test_one_forward_per_parent_equals_one_forward_per_edge():
     bench = Bench(MIXTURE)
     wake(bench.model)
-    advantage, plan = bench.advantage(), bench.record.plan
-    edges = _edges(plan, prune(plan, advantage))
+    advantage = bench.advantage()
+    training, stats = bench.calls(advantage), Stats.of(bench.loss)
+    every = training.trained(bench.kept(advantage))
     calls: list[int] = []
     predict = bench.model.predict
     bench.model.predict = lambda x, t, cond: calls.append(len(x)) or predict(x, t, cond)
-    shared = _loss(bench.model, bench.record, advantage, edges, bench.config.train, Stats(), False)
+    shared = training.loss_of(every, stats, False)
     assert calls == [4 * 15]
     apart = sum(
-        _loss(
-            bench.model,
-            bench.record,
-            advantage,
-            Edges(edges.parents[r][None], p[None], e[None], torch.tensor([0])),
-            bench.config.train,
-            Stats(),
-            False,
-        )
-        for p, e, r in zip(edges.prompt, edges.edge, edges.row, strict=True)
+        training.loss_of(Trained(every.calls[r][None], p[None], e[None], torch.tensor([0])), stats, False)
+        for p, e, r in zip(every.prompt, every.edge, every.row, strict=True)
     )
     assert len(calls) == 1 + 4 * 30
     torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-4)
@@ -247,10 +242,11 @@ def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
             only = torch.zeros(prompts, plan.edges, dtype=torch.bool)
             only[:, level.edges] = plan.stochastic[level.edges]
             if only.any():
-                edges = _edges(plan, only)
+                training = bench.calls(advantage)
+                trained = training.trained(only)
                 model.module.zero_grad()
-                (-_loss(model, bench.record, advantage, edges, bench.config.train, Stats(), False)).backward()
-                estimate += model.module.out.bias.grad * 2 / len(edges.edge)  # densities are means over 2 elements
+                (-training.loss_of(trained, Stats.of(bench.loss), False)).backward()
+                estimate += model.module.out.bias.grad * 2 / len(trained.edge)  # densities are means over 2 elements
         assert float(torch.cosine_similarity(estimate, numeric, dim=0)) > 0.97
         assert float(estimate.norm() / numeric.norm()) == pytest.approx(1, abs=0.25)
 
@@ -258,7 +254,7 @@ def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
 @given(parts=st.integers(1, 9), prompts=st.integers(1, 6))
 def test_the_partition_is_even_and_complete(parts: int, prompts: int):
     plan = grow(shifted(10, 3.0), "flow_sde", 1, [2] * 3 + [1] * 7, [0.7] * 3 + [0.0] * 7)
-    part_of = _partition(plan, prompts, parts, (1, 2))[:, plan.trained_parents]
+    part_of = partition(len(plan.trained_parents), prompts, parts, (1, 2))
     sizes = torch.bincount(part_of.flatten(), minlength=parts)
     assert int(sizes.sum()) == prompts * 7
     assert int(sizes.max() - sizes.min()) <= 1
@@ -287,16 +283,17 @@ def test_a_gradient_that_is_not_finite_is_not_stepped():
 def test_surrogate_by_hand():
     new = torch.log(torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5], dtype=torch.float64)).requires_grad_()
     advantage = torch.tensor([2.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    loss, seen = clipped_surrogate(new, torch.zeros(5).double(), advantage, 0.2)
-    assert float(loss.detach()) == pytest.approx(-2.0 - 1.2 - 0.5 + 1.5 + 0.8)
-    assert seen["clipped"].tolist() == [0, 1, 0, 0, 1]
-    loss.backward()
+    loss, ratio, clipped = clipped_surrogate(new, torch.zeros(5).double(), advantage, 0.2)
+    assert loss.tolist() == pytest.approx([-2.0, -1.2, -0.5, 1.5, 0.8])
+    assert ratio.tolist() == pytest.approx([1.0, 1.5, 0.5, 1.5, 0.5])
+    assert clipped.tolist() == [0, 1, 0, 0, 1]
+    loss.sum().backward()
     assert new.grad is not None
     torch.testing.assert_close(new.grad, torch.tensor([-2.0, 0.0, -0.5, 1.5, 0.0]).double())
-    weighted, _ = clipped_surrogate(
+    weighted, *_ = clipped_surrogate(
         new, torch.zeros(5).double(), advantage, 0.2, torch.tensor([0.5, 0, 0, 0, 0]).double()
     )
-    assert float(weighted.detach()) == pytest.approx(-1.0)
+    assert weighted.tolist() == pytest.approx([-1.0, 0, 0, 0, 0])
 
 
 def test_lora_off_is_the_base_and_a_step_moves_lora_alone(sd3_overrides):
@@ -308,8 +305,7 @@ def test_lora_off_is_the_base_and_a_step_moves_lora_alone(sd3_overrides):
         before = bench.model.predict(x, t, bench.record.cond)
         wake(bench.model)
         assert not torch.equal(bench.model.predict(x, t, bench.record.cond), before)
-        with bench.model.reference():
-            assert torch.equal(bench.model.predict(x, t, bench.record.cond), before)
+        assert torch.equal(bench.policy.predict(x, t, bench.record.cond, "reference"), before)
     bench.record = bench.rollout()
     weights = bench.weights()
     bench.update(bench.advantage())
@@ -322,7 +318,7 @@ def test_ema_follows_and_steps_aside():
     start = bench.weights()
     bench.update(bench.advantage())
     moved = bench.weights()
-    average = torch.cat([a.flatten() for a in bench.state.ema.average.values()])
+    average = torch.cat([a.flatten() for a in bench.state.ema.weights.values()])
     torch.testing.assert_close(average, 0.9 * start + 0.1 * moved)
     with bench.state.ema.applied():
         assert torch.equal(bench.weights(), average)
@@ -334,14 +330,14 @@ def test_padding_changes_the_size_of_calls_and_nothing_else():
     found = []
     for alike in ((), (5, 6)):
         bench = Bench([*MIXTURE, "train.batch_size=6"])
-        bench.model.bitwise_batch_sizes, predict, sizes = alike, bench.model.predict, []
+        bench.policy.bitwise_batch_sizes, predict, sizes = alike, bench.model.predict, []
 
         def counted(x, t, cond, predict=predict, sizes=sizes):
             sizes.append(len(x))
             return predict(x, t, cond)
 
         bench.model.predict = counted
-        steps = recheck_steps(bench.model, bench.record, bench.config)
+        steps = recheck_steps(bench.policy, bench.record)
         stats = bench.update(bench.advantage())
         found.append((sizes, [s.chance for s in steps], [s.noise for s in steps], stats, bench.weights()))
     (sizes, chance, noise, stats, weights), (padded, *same) = found

@@ -14,7 +14,7 @@ from arborl.engine.checks import watching_for_overflow
 from arborl.models import compile, lora
 from arborl.trainer import train
 
-from conftest import make, moved, tiny_overrides
+from conftest import make, make_policy, moved, tiny_overrides
 
 TEXTS = ["a red house", "a dog"]
 
@@ -36,8 +36,8 @@ SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("flux", "wan
 
 @pytest.mark.parametrize("family", ["sd3", *SLOW])
 def test_compiled_blocks_answer_alike_in_one_graph_for_every_batch_size(family, tiny_folder, monkeypatch):
-    _, model = make(tiny_overrides(family, tiny_folder(family)))
-    moved(model)
+    policy = make_policy(tiny_overrides(family, tiny_folder(family)))
+    model = moved(policy.model)
     some = [rows_of(model, count) for count in (2, 3, 5)]
     with torch.no_grad():
         expected = [model.predict(*given) for given in some]
@@ -47,8 +47,8 @@ def test_compiled_blocks_answer_alike_in_one_graph_for_every_batch_size(family, 
     torch._dynamo.reset()
     counters.clear()
     names = [*model.module.state_dict()]
-    assert model.compile() == []
-    assert model.compiled
+    assert policy.compile() == []
+    assert policy.compiled
     assert [*model.module.state_dict()] == names
     with torch.no_grad():
         found = [model.predict(*some[0])]

@@ -11,22 +11,24 @@ import diffusers
 import huggingface_hub
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from arborl.cli import main
-from arborl.config import load_config
+from arborl.config import load_config, with_settings
 from arborl.core.errors import InputError
 from arborl.core.noise import fold
 from arborl.data.prompts import Prompts
 from arborl.engine.checks import gradient_sizes, reached_groups
 from arborl.engine.generate import EVALUATION, generate
+from arborl.engine.policy import Policy
 from arborl.models import load_model, model_class
 from arborl.run.checkpoint import _seal, latest_valid
 from arborl.trainer import train
 from bench.pipelines import build
 
-from conftest import CPU, TINY, make, tiny_overrides
+from conftest import CPU, TINY, make, make_policy, tiny_overrides
 from launching import Fork
 
 TEXTS = ["a photo of a cat", "red house", "a dog"]
@@ -116,13 +118,13 @@ class TestEveryFamily:
     def test_a_fresh_adapter_changes_nothing_and_off_is_the_base_bit_for_bit(self, any_model):
         x = any_model.noise(fold(0, 0), torch.tensor([[0, 0, 0]]))
         t, cond = torch.tensor([700.0]), any_model.encode(["a dog"])
-        before = any_model.predict(x, t, cond)
-        with any_model.reference():
+        before, policy = any_model.predict(x, t, cond), Policy(any_model, any_model.config, Accelerator(cpu=True))
+        with policy.acting("reference"):
             assert torch.equal(any_model.predict(x, t, cond), before)
         for parameter in any_model.module.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.3)
-        with any_model.reference():
+        with policy.acting("reference"):
             assert torch.equal(any_model.predict(x, t, cond), before)
         assert not torch.equal(any_model.predict(x, t, cond), before)
 
@@ -143,8 +145,9 @@ class TestPipelines:
 
     @pytest.mark.parametrize("guidance", [1.0, 4.5])
     def test_the_ode_rollout_is_the_pipelines_own_call(self, family, overrides, tiny_folder, guidance: float):
-        config, model = make([*overrides, "sample.sigmas=pipeline", f"sample.guidance_scale={guidance}"], "tree")
-        pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        policy = make_policy([*overrides, "sample.sigmas=pipeline", f"sample.guidance_scale={guidance}"], "tree")
+        model = policy.model
+        pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         expected = called(plain(tiny_folder(family), family), family, config, noise_of(model))
         assert pictures.shape == expected.shape
         assert float(expected.std()) > 0.01  # a picture of something
@@ -156,7 +159,7 @@ class TestPipelines:
         config, model = make(
             [*overrides, "sample.sigmas=pipeline", "sample.guidance_scale=3", "sample.negative_prompt=blue"], "tree"
         )
-        pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         pipe = plain(tiny_folder(family), family)
         expected = called(pipe, family, config, noise_of(model), negative_prompt=["blue"] * 3)
         torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
@@ -164,10 +167,11 @@ class TestPipelines:
         assert float((without - expected).abs().max()) > 1e-3
 
     def test_batch_equals_single(self, overrides):
-        config, model = make(overrides, "tree")
-        together = generate(model, Prompts(TEXTS, {}), torch.arange(3), config)
+        policy = make_policy(overrides, "tree")
+        model = policy.model
+        together = generate(policy, Prompts(TEXTS, {}), torch.arange(3))
         for i in range(3):
-            alone = generate(model, Prompts(TEXTS[i : i + 1], {}), torch.tensor([i]), config)
+            alone = generate(policy, Prompts(TEXTS[i : i + 1], {}), torch.tensor([i]))
             torch.testing.assert_close(alone[0], together[i], rtol=1e-4, atol=1e-4)
         pictures = model.decode(together[:, 0])
         torch.testing.assert_close(model.decode(together[1:2, 0]), pictures[1:2], rtol=0, atol=1e-5)
@@ -223,9 +227,10 @@ class TestPipelines:
             [*overrides, f"log.dir={tmp_path}", "train.epochs=1", "train.learning_rate=0.02", f"model.train={kind}"],
         )
         run = train(config)
-        config.sample.sigmas = "pipeline"
+        config = with_settings(config, {"sample.sigmas": "pipeline"})
         model = trained_model(config, run)
-        expected = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        policy = Policy(model, config, Accelerator(cpu=True))
+        expected = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         for how in ("lora", "merged") if kind == "lora" else ("full",):
             out = tmp_path / how
             run_ok("export", str(run), str(out), *(["--merge"] if how == "merged" else []))
@@ -341,15 +346,17 @@ class TestOwnWays:
     def test_flux_without_guidance_is_its_pipelines_own_call_too(self, tiny_folder):
         folder = tiny_folder("flux", guidance=False)
         overrides = [*tiny_overrides("flux", folder), "sample.guidance_scale=1", "sample.sigmas=pipeline"]
-        config, model = make(overrides, "tree")
-        pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        policy = make_policy(overrides, "tree")
+        model = policy.model
+        pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         expected = called(plain(folder, "flux"), "flux", config, noise_of(model))
         torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
 
     def test_a_unet_that_predicts_v_is_its_pipelines_own_call_too(self, tiny_folder):
         folder = tiny_folder("sd", prediction="v_prediction")
-        config, model = make(tiny_overrides("sd", folder), "tree")
-        pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+        policy = make_policy(tiny_overrides("sd", folder), "tree")
+        model = policy.model
+        pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         expected = called(plain(folder, "sd"), "sd", config, noise_of(model))
         torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
 

@@ -15,7 +15,7 @@ from arborl.engine.generate import EVALUATION, generate
 from arborl.models import load_model, model_class
 from arborl.models.sd3 import SD3Model
 
-from conftest import CPU, make, tiny_overrides
+from conftest import CPU, make, make_policy, tiny_overrides
 
 TEXTS = ["a large red circle at the left on a blue background", "red house", "a dog"]
 
@@ -34,8 +34,9 @@ def pipeline(sd3_folder):
 def test_the_ode_rollout_is_the_pipelines_own_call(
     sd3_overrides, pipeline, guidance: float, sigmas: str, monkeypatch: pytest.MonkeyPatch
 ):
-    config, model = make([*sd3_overrides, f"sample.guidance_scale={guidance}", f"sample.sigmas={sigmas}"])
-    pictures = model.decode(generate(model, Prompts(TEXTS, {}), torch.arange(3), config)[:, 0])
+    policy = make_policy([*sd3_overrides, f"sample.guidance_scale={guidance}", f"sample.sigmas={sigmas}"])
+    model = policy.model
+    pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
     noise = model.noise(fold(0, EVALUATION), torch.tensor([[i, 0, 0] for i in range(3)]))
     options = {"num_inference_steps": 6, "guidance_scale": guidance, "height": 64, "width": 64}
     if sigmas == "shift":
@@ -71,15 +72,15 @@ def test_a_resolution_the_model_cannot_take(sd3_overrides, resolution: int):
 
 
 def test_full_fine_tune_has_a_frozen_reference(sd3_overrides):
-    _, model = make([*sd3_overrides, "model.train=full", "loss.kl=0.1"])
+    policy = make_policy([*sd3_overrides, "model.train=full", "loss.kl=0.1"])
+    model = policy.model
     x, t, cond = torch.randn(1, *model.latent_shape), torch.tensor([700.0]), model.encode(["a dog"])
     with torch.no_grad():
         before = model.predict(x, t, cond)
         for parameter in model.module.parameters():
             parameter.mul_(1.1)
         assert not torch.equal(model.predict(x, t, cond), before)
-        with model.reference():
-            assert torch.equal(model.predict(x, t, cond), before)
+        assert torch.equal(policy.predict(x, t, cond, "reference"), before)
 
 
 def test_the_seed_decides_the_first_adapter(sd3_overrides):

@@ -51,7 +51,7 @@ class Story:
     def score(self, epoch: int) -> float:
         return self.scores[(7 * self.part + epoch) % len(self.scores)]
 
-    def evaluate(self, model: object, rewards: object, prompts: object, config: object, *_: object, **__: object):
+    def evaluate(self, policy: object, rewards: object, prompts: object, *_: object, **__: object):
         score = self.score(self.run.state.epoch)
         values = {"place": torch.full((2,), score)}
         return Evaluation({"place": score}, {"place": 0.0}, 2, {"place": 0}, [], torch.zeros(0), [], [], values)

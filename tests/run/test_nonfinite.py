@@ -151,11 +151,11 @@ def test_the_only_checkpoint_is_not_put_away(tmp_path: Path):
 def test_a_last_evaluation_that_is_not_finite_finishes_no_run(tmp_path: Path, monkeypatch):
     def broken(*given: Any, **named: Any) -> Evaluation:
         found = evaluate(*given, **named)
-        return replace(found, nonfinite=2) if given[4].accelerator and len(calls) == 3 else found
+        return replace(found, nonfinite=2) if given[3].accelerator and len(calls) == 3 else found
 
     calls: list[int] = []
     honest = trainer.update
-    monkeypatch.setattr(trainer, "update", lambda *given: (calls.append(1), honest(*given))[1])
+    monkeypatch.setattr(trainer, "update", lambda *given, **named: (calls.append(1), honest(*given, **named))[1])
     monkeypatch.setattr("arborl.run.run.evaluate", broken)
     settings = ["train.epochs=3", "eval.num_prompts=4", "eval.every=0", "log.record_every=0", "log.trackers=[]"]
     with pytest.raises(InputError, match="for 2 pictures of the evaluation after 3 epochs"):

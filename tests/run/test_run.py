@@ -280,10 +280,12 @@ def test_a_second_hangup_cuts_nothing_short(second: str, cut_short: bool):
     together, saved = Coordinator(Accelerator(cpu=True)), list[str]()
 
     def save() -> None:
-        with together.handling_signals(), together.uninterruptible():
+        with together.handling_signals():
+            together.hold()
             for name in ("SIGHUP", second):
                 os.kill(os.getpid(), getattr(signal, name))
             saved.append("all of it")
+            together.release()
 
     with pytest.raises(KeyboardInterrupt):
         save()

@@ -6,11 +6,10 @@ import torch
 from arborl.core.noise import fold
 from arborl.core.schedule import shifted
 from arborl.core.tree import deterministic
-from arborl.engine.rollout import sample_trees
 from arborl.worlds.mixture import PIXELS, PLACES, SPREAD, WEIGHTS, Mixture, place
 from bench.marginals import marginals
 
-from conftest import make
+from conftest import make, make_policy, trees_of
 
 MEANS = torch.tensor(list(PLACES.values()))
 SAMPLES = 4000
@@ -58,11 +57,8 @@ def test_cps_does_not_keep_the_marginals(eta: float, low: float, high: float):
 
 
 def test_the_ode_lands_on_the_data():
-    config, model = make(["sample.num_steps=200"])
-    plan = deterministic(shifted(200, 3.0))
-    record = sample_trees(
-        model, plan, model.encode(["a dot"] * SAMPLES), fold(0, 0), torch.arange(SAMPLES), config.sample
-    )
+    policy = make_policy(["sample.num_steps=200"])
+    record = trees_of(policy, deterministic(shifted(200, 3.0)), ["a dot"] * SAMPLES, fold(0, 0))
     nearest = torch.cdist(record.leaves[:, 0], MEANS).argmin(1)
     weights = torch.bincount(nearest, minlength=4) / SAMPLES
     assert float((weights - torch.tensor(WEIGHTS)).abs().max()) < 0.022
