@@ -245,7 +245,7 @@ class Case:
     value: str
     base: tuple[str, ...] = ()
     look: Look = trained
-    reward: str = ""  # which one a reward's key is of
+    reward: str = ""  # what stands for <name> in the key
 
 
 def on(*base: str) -> tuple[str, ...]:
@@ -351,6 +351,8 @@ CASES = {
     "train.beta1": Case("0.5"),
     "train.beta2": Case("0.9"),
     "train.max_grad_norm": Case("1e-3"),
+    "loss.name": Case("own_losses:Reinforce"),
+    "loss.options.<name>": Case("3", on("loss.name=own_losses:Regression"), reward="hold"),
     "loss.clip": Case("1e-4", STEEP),
     "loss.adv_clip": Case("0.5"),
     "loss.edge_weight": Case("noise"),

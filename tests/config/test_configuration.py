@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from arborl.compare.runs import Cell, Protocol, config_of_run
-from arborl.config import groups, knobs, load_config, options, presets, read_config, save_config
+from arborl.config import groups, knobs, load_config, options, presets, read_config, save_config, with_settings
 from arborl.config.interpolation import ENVIRONMENT
 from arborl.core.advantage import ADVANTAGES
 from arborl.core.errors import InputError
@@ -39,9 +39,11 @@ class TestConfiguration:
     def test_what_is_done_to_one_configuration_is_not_done_to_the_next(self):
         first = load_config("mix", ["rewards=brightness"])
         known = copy.deepcopy(first)
-        first.rewards["brightness"].weight = 9.0
+        with pytest.raises(AttributeError, match=r"RewardConfig\.weight is a setting, and is not written to"):
+            first.rewards["brightness"].weight = 9.0
         first.tree.split_points.append(1)
-        first.rewards["other"], first.log.trackers = first.rewards.pop("brightness"), []
+        first.rewards["other"] = first.rewards.pop("brightness")
+        first.log.trackers.append("wandb")
         first.eval.rewards.append("jpeg")
         load_config("mix", ["rewards=brightness", "rewards.brightness.weight=3", "rewards.new.weight=1"])
         assert load_config("mix", ["rewards=brightness"]) == known
@@ -239,8 +241,8 @@ class TestEnvironment:
         text=st.lists(st.sampled_from(["\\", "${", "seed", "oc.env:A_KEY", "}", "'", " a"]), max_size=7).map("".join)
     )
     def test_any_text_survives_its_file(self, text: str):
-        config = load_config("tree")
-        config.rewards["scene"].fn, config.eval.rewards, config.rewards["scene"].url = text, [text], [text]
+        given = {"rewards.scene.fn": text, "eval.rewards": [text], "rewards.scene.url": [text]}
+        config = with_settings(load_config("tree"), given)
         save_config(config, Path("config.yaml"))
         assert read_config(Path("config.yaml")) == config
 

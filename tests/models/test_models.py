@@ -146,7 +146,7 @@ class TestPipelines:
     @pytest.mark.parametrize("guidance", [1.0, 4.5])
     def test_the_ode_rollout_is_the_pipelines_own_call(self, family, overrides, tiny_folder, guidance: float):
         policy = make_policy([*overrides, "sample.sigmas=pipeline", f"sample.guidance_scale={guidance}"], "tree")
-        model = policy.model
+        config, model = policy.config, policy.model
         pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         expected = called(plain(tiny_folder(family), family), family, config, noise_of(model))
         assert pictures.shape == expected.shape
@@ -156,9 +156,10 @@ class TestPipelines:
 
     @pytest.mark.parametrize("family", [name for name in TINY if name != "flux"], indirect=True)
     def test_a_negative_prompt_too(self, family, overrides, tiny_folder):
-        config, model = make(
+        policy = make_policy(
             [*overrides, "sample.sigmas=pipeline", "sample.guidance_scale=3", "sample.negative_prompt=blue"], "tree"
         )
+        config, model = policy.config, policy.model
         pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         pipe = plain(tiny_folder(family), family)
         expected = called(pipe, family, config, noise_of(model), negative_prompt=["blue"] * 3)
@@ -347,7 +348,7 @@ class TestOwnWays:
         folder = tiny_folder("flux", guidance=False)
         overrides = [*tiny_overrides("flux", folder), "sample.guidance_scale=1", "sample.sigmas=pipeline"]
         policy = make_policy(overrides, "tree")
-        model = policy.model
+        config, model = policy.config, policy.model
         pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         expected = called(plain(folder, "flux"), "flux", config, noise_of(model))
         torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)
@@ -355,7 +356,7 @@ class TestOwnWays:
     def test_a_unet_that_predicts_v_is_its_pipelines_own_call_too(self, tiny_folder):
         folder = tiny_folder("sd", prediction="v_prediction")
         policy = make_policy(tiny_overrides("sd", folder), "tree")
-        model = policy.model
+        config, model = policy.config, policy.model
         pictures = model.decode(generate(policy, Prompts(TEXTS, {}), torch.arange(3))[:, 0])
         expected = called(plain(folder, "sd"), "sd", config, noise_of(model))
         torch.testing.assert_close(pictures, expected, rtol=0, atol=1e-4)

@@ -4,15 +4,14 @@ import time
 
 import pytest
 
-from arborl.config.schema import Config
+from arborl.config.schema import Config, LogConfig
 from arborl.run.logger import Logger
 
 
 def test_stages_within_stages_are_counted_once(tmp_path):
     from arborl.run.setup import start_accelerator
 
-    config = Config()
-    config.log.dir, config.log.trackers = str(tmp_path), []
+    config = Config(log=LogConfig(dir=str(tmp_path), trackers=[]))
     run = Logger(config, start_accelerator(config), None, 0, quiet=True)
     start = time.perf_counter()
     with run.stage("reward"):

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.config.schema import Config
+from arborl.config.schema import Config, LogConfig
 from arborl.run.folder import STAGES
 from arborl.run.logger import Logger
 from arborl.run.progress import BLOCKS, ProgressBar, clock, facts, time_split
@@ -30,8 +30,7 @@ METRICS = {"reward": 0.4312, "reward_std": 0.0831, "reward_failed": 0.0}
 
 @pytest.fixture(scope="module")
 def logger(tmp_path_factory: pytest.TempPathFactory) -> Logger:
-    config = Config()
-    config.log.dir, config.log.trackers = str(tmp_path_factory.mktemp("runs")), []
+    config = Config(log=LogConfig(dir=str(tmp_path_factory.mktemp("runs")), trackers=[]))
     return Logger(config, Accelerator(), None, 0, quiet=True)
 
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 import arborl.run.run as run_module
 from arborl.cli import main
-from arborl.config import load_config, read_config
+from arborl.config import load_config, read_config, with_settings
 from arborl.core.errors import InputError
 from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_requests_fsdp
@@ -110,9 +110,9 @@ def test_a_run_is_locked_before_it_is_read(tmp_path: Path, monkeypatch):
     for module in (setup, logger):
         if hasattr(module, "lock"):
             monkeypatch.setattr(module, "lock", others_leave)
-    honest = run_module.Run.complete_epoch
+    honest = run_module.Run.complete
     monkeypatch.setattr(
-        run_module.Run, "complete_epoch", lambda self, *given: done.append(self.state.epoch) or honest(self, *given)
+        run_module.Run, "complete", lambda self, *given: done.append(self.state.epoch) or honest(self, *given)
     )
     train(read_config(run / "config.yaml", ["train.epochs=6"]), resume=run)
     assert done == [4, 5]
@@ -165,9 +165,9 @@ def test_runs_may_lie_in_a_folder_called_checkpoints(tmp_path: Path, monkeypatch
 
 def test_a_new_run_takes_a_name_that_fits_every_system(tmp_path: Path):
     config = load_config("mixture", [f"log.dir={tmp_path / 'runs'}"])
-    for config.run_name in ("a b", "../up", ".hidden", ""):
+    for name in ("a b", "../up", ".hidden", ""):
         with pytest.raises(InputError, match="cannot be a folder's name"):
-            train(config)
+            train(with_settings(config, {"run_name": name}))
     assert not (tmp_path / "runs").exists()
 
 
@@ -205,10 +205,10 @@ def test_a_policy_that_moves_between_rollout_and_update_is_told(tmp_path: Path, 
     loop = sys.modules[train.__module__]
     honest = loop.update
 
-    def meddled(model, *rest):
+    def meddled(policy, *rest, **how):
         with torch.no_grad():
-            model.module.out.bias += 0.01
-        return honest(model, *rest)
+            policy.module.out.bias += 0.01
+        return honest(policy, *rest, **how)
 
     monkeypatch.setattr(loop, "update", meddled)
     run = train(load_config("mixture", settings))

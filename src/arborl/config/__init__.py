@@ -350,6 +350,8 @@ def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def _with(section: Any, path: Sequence[str], value: Any) -> Any:
     name, *rest = path
+    if isinstance(section, dict):
+        return {**section, name: _with(section[name], rest, value) if rest else value}
     return dataclasses.replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
 
 

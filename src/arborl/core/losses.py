@@ -156,11 +156,6 @@ class LeafBatch:
             return (self.x - self._each(self.sigma) * answer) / self._each(self.alpha)
         return self._each(self.alpha) * self.x - self._each(self.sigma) * answer
 
-    def first(self, n: int) -> "LeafBatch":
-        """The first rows alone; those that only fill up a call have no advantage."""
-        x, x0, noise, sigma, alpha = (one[:n] for one in (self.x, self.x0, self.noise, self.sigma, self.alpha))
-        return LeafBatch(x, x0, noise, sigma, alpha, self.advantage, self.prediction)
-
     def _each(self, values: Float[Tensor, " n"]) -> Tensor:
         return values.view(-1, *[1] * (self.x.ndim - 1))
 

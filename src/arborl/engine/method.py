@@ -51,6 +51,7 @@ SETTING_OF_ARGUMENT = {
     "kappa": "tree.split_noise_scale",
     "group.shared_noise": "sample.shared_noise",
     "max_leaves": "tree.max_leaves",
+    "levels_per_leaf": "loss.options.levels_per_leaf",
 }
 """The settings behind the arguments of the core's functions, and behind the fields of a plan's shape."""
 

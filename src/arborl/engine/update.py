@@ -177,9 +177,9 @@ class TrainingCalls:
             answers = self._ask(x, t, cond)
             loss, seen = self.loss(answers, self._edges(trained, x))
         else:
-            batch = self._leaves(self.loss, trained, x, step)
-            answers, own = self._ask(batch.x, t, cond), slice(len(trained.edge))  # what is left only fills up
-            loss, seen = self.loss({who: v[own] for who, v in answers.items()}, batch.first(len(trained.edge)))
+            x, batch = self._leaves(self.loss, trained, x, step)
+            answers = self._ask(x, t, cond)
+            loss, seen = self.loss({who: v[: len(batch.x)] for who, v in answers.items()}, batch)
         _check(self.loss, loss, seen, len(trained.edge))
         stats.add(edges=len(trained.edge), parents=len(torch.unique(trained.row)))
         stats.add(**{name: values.sum() for name, values in seen.items()})
@@ -215,15 +215,19 @@ class TrainingCalls:
             coefficients=Coefficients(*map(of_edges, plan.coefficients)),
         )
 
-    def _leaves(self, loss: LeafLoss, trained: Trained, x0: Float[Tensor, "c *latent"], step: Tensor) -> LeafBatch:
+    def _leaves(
+        self, loss: LeafLoss, trained: Trained, x0: Float[Tensor, "c *latent"], step: Int[Tensor, " c"]
+    ) -> tuple[Float[Tensor, "c *latent"], LeafBatch]:
+        """Leaves noised again; and what is known of them, less those that only fill up the call."""
         prompt, call = (to_device(column, self.device) for column in trained.calls.unbind(1))
-        schedule = self.rollout.plan.schedule
+        schedule, n = self.rollout.plan.schedule, len(trained.edge)
         exact = schedule.sigma[step]
         sigma, alpha = (to_device(level.float(), self.device) for level in (exact, schedule.alpha(exact)))
         ids = to_device(self.ids, self.device)[prompt]
         noise = loss.noise(self.rollout.key, ids, call, self.policy.latent_shape)
-        x, prediction = noised(x0, noise, alpha, sigma), schedule.prediction
-        return LeafBatch(x, x0, noise, sigma, alpha, self._advantage(trained), prediction)
+        x = noised(x0, noise, alpha, sigma)
+        known = (x[:n], x0[:n], noise[:n], sigma[:n], alpha[:n])
+        return x, LeafBatch(*known, self._advantage(trained), schedule.prediction)
 
     def _advantage(self, trained: Trained) -> Float[Tensor, " e"]:
         return _at(self.advantage.float(), trained.prompt, trained.edge, self.device)

@@ -1,6 +1,7 @@
 """Which rewards are ready here, and whether one works: `arborl rewards`."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +47,7 @@ def named(spec: str, config: Config) -> tuple[str, Reward]:
     """A reward by its name, or by package.module:function; with the settings that `rewards.<name>` has."""
     name = spec.rsplit(":", 1)[-1]
     settings = config.rewards.get(name, RewardConfig())
-    settings.fn = settings.fn or spec
-    return name, make_reward(name, settings, config.model.path)
+    return name, make_reward(name, replace(settings, fn=settings.fn or spec), config.model.path)
 
 
 class TryOut(NamedTuple):

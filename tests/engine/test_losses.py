@@ -1,0 +1,441 @@
+"""Every loss keeps the contract of `core/losses.py`: those of the table, and some of one's own that take all of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arborl.config import load_config
+from arborl.core.errors import InputError
+from arborl.core.losses import LOSSES, EdgeLoss, LeafBatch, LeafLoss, noised
+from arborl.core.noise import fold
+from arborl.core.schedule import PREDICTIONS
+from arborl.engine.cost import costs, count_model_calls
+from arborl.engine.method import Method, check_plan, loss_of, plan_at
+from arborl.engine.rollout import Epoch
+from arborl.engine.score import LeafScores
+from arborl.models.sd import ddim_schedule
+from arborl.rewards import Scores
+from arborl.trainer import train
+
+from launching import assert_same_run, last_checkpoint, timeless
+from own_losses import Regression
+from test_update import SD3_TEXTS, Bench, gradient, wake
+
+LOSS_SETTINGS = {
+    "surrogate": [],
+    "surrogate, KL, noise": ["loss.kl=0.1", "loss.edge_weight=noise"],
+    "Reinforce": ["loss.name=own_losses:Reinforce"],
+    "Regression": ["loss.name=own_losses:Regression"],
+    "Regression, ODE": ["loss.name=own_losses:Regression", "algo=flat", "kernel.name=ode", "sample.group_size=6"],
+    "OldRollsOut": ["loss.name=own_losses:OldRollsOut"],
+}
+SMALL = ["sample.num_prompts=4", "train.updates=1", "loss.kl=0"]
+every_loss = pytest.mark.parametrize("name", LOSS_SETTINGS)
+
+
+def bench(name: str, *more: str, **how: Any) -> Bench:
+    """A rollout of moved weights, ready for an update; the old policy stands elsewhere."""
+    made = Bench([*SMALL, *LOSS_SETTINGS[name], *more], **how)
+    wake(made.model)
+    made.record = made.rollout()
+    return made
+
+
+def test_every_loss_of_the_table_is_tried() -> None:
+    assert {text.split(",")[0] for text in LOSS_SETTINGS} >= set(LOSSES)
+
+
+# what changes nothing
+
+
+@every_loss
+@pytest.mark.parametrize(
+    "more", [["train.batch_size=1"], ["train.batch_size=7"], ["train.batch_size=7", "sample.pad_batches=true"]]
+)
+def test_micro_batches_and_padding_change_nothing(name: str, more: list[str]) -> None:
+    whole, split = bench(name, "train.batch_size=1000"), bench(name, *more)
+    expected, found = gradient(whole, whole.advantage()), gradient(split, split.advantage())
+    assert float(expected.abs().max()) > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Regression", "OldRollsOut", "Reinforce"])
+@pytest.mark.parametrize("how", ["lora", "full"])
+def test_micro_batches_change_nothing_on_sd3(sd3_overrides: list[str], name: str, how: str) -> None:
+    """With guidance, whose negative prompt goes to every policy; an old one's adapters are exchanged at each call."""
+    found = []
+    for size in (1, 5, 64):
+        settings = [*sd3_overrides, f"model.train={how}", "sample.guidance_scale=3", f"train.batch_size={size}"]
+        made = Bench([*settings, *LOSS_SETTINGS[name]], texts=SD3_TEXTS)
+        wake(made.model)
+        found.append(gradient(made, made.advantage()))
+    assert float(found[0].abs().max()) > 0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-3 * float(found[0].abs().max()))
+
+
+@every_loss
+@pytest.mark.parametrize("value", [0.0, 24.7])
+def test_equal_scores_move_nothing(name: str, value: float) -> None:
+    made = bench(name)
+    made.update(made.advantage())  # so that the optimizer has a state to lose
+    weights, state = made.weights(), made.state
+    moments = [value.clone() for held in state.optimizer.state.values() for value in held.values()]
+    old = {name: held.clone() for name, held in state.old.weights.items()} if state.old else {}
+    stats = made.update(made.advantage(torch.full((4, len(made.record.plan.leaves)), value)))
+    if made.loss.has_regularizer:
+        assert stats.steps == 1
+        return
+    assert (stats.steps, stats.skipped) == (0, 1)
+    assert torch.equal(made.weights(), weights)
+    for mine, before in zip(
+        (v for held in state.optimizer.state.values() for v in held.values()), moments, strict=True
+    ):
+        assert torch.equal(mine, before)
+    assert all(torch.equal(held, old[name]) for name, held in (state.old.weights if state.old else {}).items())
+
+
+@every_loss
+def test_leaves_without_a_score_take_no_part(name: str) -> None:
+    """Whatever they look like: what is only theirs may as well be no number."""
+    scores = torch.randn(4, 64, generator=torch.manual_seed(1))
+    found = []
+    for spoilt in (False, True):
+        made = bench(name)
+        plan = made.record.plan
+        some = scores[:, : len(plan.leaves)].clone()
+        some[0], some[1, ::2], some[2, 0] = math.nan, math.nan, math.nan
+        advantage = made.advantage(some)
+        if spoilt:
+            for prompt, edge in advantage.isnan().nonzero().tolist():
+                made.record.latents[prompt, plan.child[edge]] = math.nan
+            made.record.log_density[advantage.isnan()] = math.nan
+        found.append(gradient(made, advantage))
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+@every_loss
+def test_what_is_counted_is_what_is_called(name: str) -> None:
+    made = bench(name, "train.batch_size=5")
+    asked: list[tuple[int, bool]] = []
+    predict = made.model.predict
+
+    def spy(x: torch.Tensor, t: torch.Tensor, cond: Any) -> torch.Tensor:
+        asked.append((len(x), torch.is_grad_enabled()))
+        return predict(x, t, cond)
+
+    made.model.predict = spy  # pyright: ignore[reportAttributeAccessIssue]
+    stats = made.update(made.advantage())
+    expected = count_model_calls(made.config, made.record.plan, 0)
+    trained, others = (sum(rows for rows, grad in asked if grad is which) for which in (True, False))
+    assert trained == expected.forward_backwards == int(stats.sums["parents"])
+    assert others == expected.forward_backwards * len(made.loss.asks)
+    assert next(costs(made.config)) == expected.cost + others
+    assert stats.sums.keys() == {"edges", "parents", *made.loss.metrics}
+    assert all(float(value) == float(value) for value in stats.sums.values())
+
+
+# gradients
+
+
+@pytest.mark.parametrize("name", ["surrogate", "Reinforce"])
+def test_at_the_policy_itself_it_is_the_policy_gradient(name: str) -> None:
+    """-A times the gradient of the log-density, against differences of the density in double precision."""
+    made = bench(name, "train.batch_size=1000", "tree.w=2")
+    advantage = made.advantage()
+    found = gradient(made, advantage)
+    for module in (made.model.module,):
+        module.double()
+    trained = made.calls(advantage).trained(made.kept(advantage))
+    plan, record = made.record.plan, made.record
+
+    def objective() -> float:
+        prompt, node = trained.calls[trained.row, 0], plan.parent[trained.edge]
+        x, child = (record.latents[prompt, n].double() for n in (node, plan.child[trained.edge]))
+        v = made.model.data.velocity(x, plan.sigma[node])  # type: ignore[attr-defined]
+        v = v + made.model.module(x, plan.sigma[node], record.cond.tensors["place"][prompt].double())
+        a, b, std = (c[trained.edge, None] for c in plan.coefficients)
+        density = (-((child - a * x - b * v) ** 2) / (2 * std**2) - torch.log(std)).mean(1)
+        return float((-advantage[trained.prompt, trained.edge] * density).mean())
+
+    flat = torch.nn.utils.parameters_to_vector(made.model.module.parameters()).detach()
+    for place in range(0, len(flat), 391):
+        values = []
+        for step in (1e-5, -1e-5):
+            moved = flat.clone()
+            moved[place] += step
+            torch.nn.utils.vector_to_parameters(moved, made.model.module.parameters())
+            with torch.no_grad():
+                values.append(objective())
+        assert float(found[place]) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-3, abs=1e-6)
+
+
+def test_a_regression_on_winners_alone_is_their_own_velocity() -> None:
+    """Of one leaf, the gradient at the model's answer is 2·weight·(answer - target) / its elements, by hand."""
+    answer = torch.randn(3, 4, generator=torch.manual_seed(0)).requires_grad_()
+    x0, noise = torch.randn(2, 3, 4, generator=torch.manual_seed(1))
+    sigma, alpha = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.8, 0.5, 0.1])
+    batch = LeafBatch(noised(x0, noise, alpha, sigma), x0, noise, sigma, alpha, torch.tensor([1.0, 0.0, -1.0]), "flow")
+    loss, seen = Regression(temperature=1.0)({"policy": answer, "old": answer.detach() + 0.1}, batch)
+    loss.backward()
+    weight = torch.exp(batch.advantage)[:, None]
+    expected = (2 * weight * (answer.detach() - (noise - x0)) - 2 * 0.1) / 4
+    assert answer.grad is not None
+    torch.testing.assert_close(answer.grad, expected)
+    torch.testing.assert_close(seen["distance"], torch.full((3,), 0.01))
+
+
+# leaves at noise levels of their own
+
+
+@given(kind=st.sampled_from(PREDICTIONS), level=st.floats(0.01, 0.99), seed=st.integers(0, 99))
+def test_the_target_is_the_answer_whose_clean_sample_is_the_leaf(kind: str, level: float, seed: int) -> None:
+    x0, noise = torch.randn(2, 5, 3, 2, generator=torch.Generator().manual_seed(seed))
+    sigma = torch.full((5,), level)
+    alpha = 1 - sigma if kind == "flow" else torch.sqrt(1 - sigma**2)
+    batch = LeafBatch(noised(x0, noise, alpha, sigma), x0, noise, sigma, alpha, torch.zeros(5), kind)
+    torch.testing.assert_close(
+        batch.predict_x0(batch.target), x0, rtol=1e-3, atol=1e-4 / level if kind != "flow" else 1e-5
+    )
+
+
+def test_leaves_are_noised_as_diffusers_does_it() -> None:
+    x0, noise = torch.randn(2, 4, 3, 2, 2, generator=torch.manual_seed(0))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(4)
+    sigma = scheduler.sigmas[:4]
+    expected = scheduler.scale_noise(x0, scheduler.timesteps, noise)
+    torch.testing.assert_close(noised(x0, noise, 1 - sigma, sigma), expected)
+    ddim = diffusers.DDIMScheduler(timestep_spacing="trailing")
+    schedule = ddim_schedule(ddim, 4)
+    expected = ddim.add_noise(x0, noise, schedule.timestep.long())
+    levels = (schedule.alpha(schedule.sigma).float(), schedule.sigma.float())
+    torch.testing.assert_close(noised(x0, noise, *levels), expected, rtol=1e-4, atol=1e-5)
+
+
+@given(levels=st.integers(1, 10), prompts=st.integers(1, 4), first=st.integers(0, 9), seed=st.integers(0, 9))
+def test_levels_and_noise_depend_on_the_leaf_alone(levels: int, prompts: int, first: int, seed: int) -> None:
+    """Each leaf has as many of the sampler's levels, none twice, wherever its prompt is and whoever else is there."""
+    plan, loss, key = (
+        plan_at(load_config("mixture", ["algo=flat", "sample.group_size=3"])),
+        Regression(levels),
+        fold(seed, 1),
+    )
+    ids = torch.arange(first, first + prompts)
+    drawn = loss.levels(plan, key, ids)
+    assert drawn.shape == (prompts, 3 * levels)
+    by_leaf = drawn.view(prompts, 3, levels)
+    assert all(len(row.unique()) == levels for row in by_leaf.flatten(0, 1))
+    assert set(drawn.flatten().tolist()) <= set(range(10))
+    assert torch.equal(loss.levels(plan, key, ids[-1:]), drawn[-1:])
+    call = torch.arange(3 * levels)
+    noise = loss.noise(key, ids[-1].expand(len(call)), call, (5,))
+    assert torch.equal(loss.noise(key, ids[-1:], call[-1:], (5,)), noise[-1:])
+    assert len(noise.unique(dim=0)) == len(call)
+
+
+def test_every_level_is_drawn_as_often() -> None:
+    plan, loss = plan_at(load_config("mixture", ["algo=flat", "sample.group_size=8"])), Regression(levels_per_leaf=2)
+    counts = torch.bincount(loss.levels(plan, fold(0, 0), torch.arange(600)).flatten(), minlength=10)
+    assert (counts / counts.sum() - 0.1).abs().max() < 0.008
+
+
+def test_a_model_that_predicts_noise_learns_from_leaves_too() -> None:
+    made = Bench(["model.family=tiny_ddim:TinyDDIM", "rewards=brightness", *LOSS_SETTINGS["Regression"]])
+    assert not made.record.plan.schedule.is_flow
+    stats = made.update(made.advantage())
+    assert stats.steps > 0
+    assert math.isfinite(stats.grad_norm)
+    assert stats.grad_norm > 0
+
+
+# the old policy
+
+
+@pytest.mark.parametrize("how", ["lora", "full"])
+def test_the_old_policy_begins_as_the_policy_and_follows_it(sd3_overrides: list[str], how: str) -> None:
+    settings = [*sd3_overrides, f"model.train={how}", *LOSS_SETTINGS["OldRollsOut"], "loss.options.keep=0.75"]
+    made = Bench([*settings, "train.learning_rate=0.01"], texts=SD3_TEXTS)
+    assert made.state.old is not None
+    assert made.policy.copies.keys() == (set() if how == "lora" else {"old", "reference"})
+    x, t = torch.randn(2, *made.policy.latent_shape), torch.tensor([900.0, 300.0])
+
+    def answer(who: Any) -> torch.Tensor:
+        return made.policy.predict(x, t, made.record.cond, who).detach()
+
+    first = answer("policy")
+    assert torch.equal(answer("old"), first)
+    assert torch.equal(answer("reference"), first)
+    expected = {name: p.detach().clone() for name, p in made.state.parameters.items()}
+    for _ in range(3):
+        made.update(made.advantage())
+        live = made.weights()
+        expected = {n: 0.75 * e + 0.25 * made.state.parameters[n].detach() for n, e in expected.items()}
+        apart = {who: answer(who) for who in ("policy", "old", "reference")}
+        assert torch.equal(made.weights(), live), "the policy has its own weights again"
+        assert torch.equal(apart["reference"], first)
+        assert len({tuple(values.flatten().tolist()) for values in apart.values()}) == 3
+    for name, weights in made.state.old.weights.items():
+        torch.testing.assert_close(weights, expected[name])
+
+
+def test_who_rolls_out() -> None:
+    """Another policy draws other leaves; it is the old one where the loss says so."""
+    drawn = {}
+    for name in ("Regression", "OldRollsOut"):
+        made = Bench([*SMALL, *LOSS_SETTINGS[name]])
+        before = made.rollout().leaves
+        wake(made.model)
+        drawn[name] = torch.equal(made.rollout().leaves, before)
+    assert drawn == {"Regression": False, "OldRollsOut": True}
+
+
+def test_nobody_keeps_weights_that_nobody_asks_for(sd3_overrides: list[str]) -> None:
+    """Neither of an average that is off, nor of policies that the loss does not ask."""
+    made = Bench([*sd3_overrides, "model.train=full", "loss.kl=0"], texts=SD3_TEXTS)
+    assert (made.policy.copies, made.policy.old, made.state.old) == ({}, None, None)
+    assert made.state.ema.weights == {}
+    asks = Bench([*sd3_overrides, "model.train=full", "loss.kl=0.1"], texts=SD3_TEXTS)
+    assert asks.policy.copies.keys() == {"reference"}
+    whole = sum(p.numel() * p.element_size() for p in asks.model.module.parameters())
+    assert asks.policy.bytes_beside() == {"reference": whole}
+    adapters = Bench([*sd3_overrides, *LOSS_SETTINGS["OldRollsOut"]], texts=SD3_TEXTS)
+    assert adapters.policy.copies == {}
+    assert adapters.policy.bytes_beside() == {"old": sum(4 * p.numel() for p in adapters.state.parameters.values())}
+
+
+RUN = ["sample.num_prompts=2", "eval.num_prompts=4", "log.trackers=[]", "log.record_every=2", "train.ema_decay=0.5"]
+OLD_RUNS = {
+    "full": [],
+    "lora": ["model.train=lora", "model.lora.rank=2", "train.learning_rate=0.01"],
+}
+
+
+@pytest.mark.parametrize("how", OLD_RUNS)
+def test_a_run_with_an_old_policy_goes_on_bit_for_bit(tmp_path: Path, how: str) -> None:
+    settings = [*RUN, *LOSS_SETTINGS["OldRollsOut"], *OLD_RUNS[how], f"log.dir={tmp_path}"]
+    whole = train(load_config("mixture", [*settings, "run_name=whole", "train.epochs=4"]))
+    parts = load_config("mixture", [*settings, "run_name=parts", "train.epochs=2"])
+    run = train(parts)
+    assert (last_checkpoint(run) / "old.safetensors").is_file()
+    assert not (last_checkpoint(run).with_name("best") / "old.safetensors").exists()
+    train(load_config("mixture", [*settings, "run_name=parts", "train.epochs=4"]), resume=run)
+    assert_same_run(whole, run, ended_at=2)
+    assert (whole / "report.html").is_file()
+    (row, *_) = timeless(whole)
+    assert row.keys() >= {"error", "distance", "edges", "parents"}
+    assert not row.keys() & {"ratio", "ratio_error", "clip_ratio", "kl"}
+
+
+def test_an_old_policy_that_is_switched_on_later_begins_with_the_weights_it_finds(tmp_path: Path) -> None:
+    settings = [*RUN, f"log.dir={tmp_path}", "run_name=x"]
+    run = train(load_config("mixture", [*settings, "train.epochs=2"]))
+    assert not (last_checkpoint(run) / "old.safetensors").exists()
+    more = [*settings, *LOSS_SETTINGS["OldRollsOut"], "train.epochs=3", "loss.options.keep=1"]
+    train(load_config("mixture", more), resume=run)
+    checkpoints = run / "checkpoints"
+    kept, before = (checkpoints / f"epoch_{n:06d}" for n in (3, 2))
+    assert (kept / "old.safetensors").read_bytes() == (before / "weights.safetensors").read_bytes()
+
+
+# a loss of one's own, and its mistakes
+
+
+class Wrong(EdgeLoss):
+    """Not what a loss returns; which of it, the option says."""
+
+    metrics = ("one",)
+
+    def __init__(self, how: str, clip: float) -> None:
+        self.how = how
+
+    def __call__(self, answers, batch):
+        loss = answers["policy"].flatten(1).mean(1)[batch.row]
+        return {
+            "vector": (loss, {"one": loss}),
+            "names": (loss.sum(), {"two": loss}),
+            "mean": (loss.sum(), {"one": loss.mean()}),
+            "number": (1.0, {"one": loss}),
+        }[self.how]
+
+
+class Lacks(LeafLoss):
+    metrics = ("one",)
+
+
+NO_LOSS = "not a loss"
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "unknown": (["loss.name=surogate"], r"loss\.name=surogate: .*allowed: surrogate"),
+    "no class": (
+        ["loss.name=test_losses:bench"],
+        r"loss\.name=test_losses:bench: is not a subclass.*EdgeLoss or LeafLoss",
+    ),
+    "lacks": (["loss.name=test_losses:Lacks"], r"loss\.name=test_losses:Lacks: lacks __call__; allowed: "),
+    "option": (
+        ["loss.name=own_losses:Regression", "loss.options.hlod=1"],
+        r"loss\.options\.hlod=1: own_losses:Regression takes no such argument; allowed: .*hold",
+    ),
+    "of the surrogate": (["loss.options.beta=1"], r"loss\.options\.beta=1: surrogate takes no such argument"),
+    "required": (["loss.name=test_losses:Wrong"], r"loss\.options\.how: .*has no default"),
+    "too many levels": (
+        ["loss.name=own_losses:Regression", "loss.options.levels_per_leaf=11"],
+        r"loss\.options\.levels_per_leaf=11: 10 noise levels can be drawn; allowed: 1\.\.10",
+    ),
+    "no density": (["algo=flat", "kernel.name=ode"], r"kernel\.name=ode: .*loss\.name=surrogate needs; allowed: auto"),
+    "depths": (["loss.name=own_losses:Regression", "prune.depth=[2]"], r"prune\.depth=\[2\]: .*trains leaves"),
+    "steps": (["loss.name=own_losses:Regression", "prune.step_fraction=0.5"], r"prune\.step_fraction=0\.5: .*leaves"),
+    "siblings": (
+        [
+            "loss.name=own_losses:Regression",
+            "algo=flat",
+            "kernel.name=ode",
+            "advantage.name=depth",
+            "advantage.group=siblings",
+        ],
+        r"advantage\.group=siblings: no tree of this plan branches",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_before_a_run(settings: list[str], text: str) -> None:
+    with pytest.raises(InputError, match=f"^{text}") as error:
+        check_plan(load_config("mixture", settings))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["vector", "names", "mean", "number"])
+def test_what_a_loss_returns_is_held_to_its_contract(how: str) -> None:
+    made = Bench([*SMALL, "loss.name=test_losses:Wrong", f"loss.options.how={how}"])
+    with pytest.raises(InputError, match=r"^loss\.name=Wrong: (returned|measured) .*; allowed: "):
+        made.update(made.advantage())
+
+
+def test_settings_and_options_reach_the_constructor() -> None:
+    config = load_config("mixture", ["loss.clip=0.3", "loss.kl=0.2", "loss.edge_weight=noise"])
+    assert vars(loss_of(config)) == {"clip": 0.3, "kl": 0.2, "edge_weight": "noise"}
+    own = loss_of(load_config("mixture", ["loss.name=own_losses:Regression", "loss.options.hold=3"]))
+    assert (own.hold, own.temperature) == (3, 0.5)  # type: ignore[union-attr]
+
+
+def test_pruning_by_width_keeps_whole_leaves() -> None:
+    """Of a tree's chains the best and the worst: these leaves are trained, and no others."""
+    made = bench("Regression", "prune.width_mode=best_and_worst", "prune.width_ratio=0.25")
+    scores = torch.randn(4, 16, generator=torch.manual_seed(0))
+    config = made.config
+    epoch = Epoch(0, made.record.plan, made.key, made.record.prompts)
+    scored = LeafScores(Scores({}, scores.double()), torch.zeros(4), 0)
+    _, keep = Method(config).credit(epoch, scored, made.record)
+    into_leaves = keep[:, made.record.plan.leaves - made.record.plan.roots]
+    assert keep.sum() == into_leaves.sum() == 4 * 4
+    order = scores.argsort(1)
+    for row, places in zip(into_leaves, order, strict=True):
+        assert row[places[:2]].all()
+        assert row[places[-2:]].all()
