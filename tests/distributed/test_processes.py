@@ -81,6 +81,30 @@ def test_the_mixture_on_one_two_and_four_processes(tmp_path: Path):
     assert_close(one, trained(2, [*uneven, "train.shard=full"], tmp_path, "three-on-two"))
 
 
+OLD = ["loss.name=own_losses:OldRollsOut", "loss.options.keep=0.7", "train.updates=2", "train.batch_size=7"]
+OLD += ["train.learning_rate=2e-5"]  # AdamW's first steps are as large where a gradient is all rounding
+
+
+def test_an_old_policy_that_rolls_out_on_one_and_two_processes(tmp_path: Path):
+    """Copied or split, with adapters too; unevenly, so that a rank makes idle calls of every policy; and a run that
+    goes on with others than it began with.
+    """
+    for kind in (["algo=flat", "kernel.name=ode", "sample.group_size=5"], ["model.train=lora", "model.lora.rank=2"]):
+        settings = [*MIXTURE, *OLD, *kind, "sample.prompts_per_epoch=3"]
+        folder = tmp_path / kind[0]
+        folder.mkdir()
+        one = trained(1, settings, folder, "one")
+        assert_close(one, trained(2, settings, folder, "two"))
+        split = trained(2, [*settings, "train.shard=full", "train.epochs=2"], folder, "split")
+        for ended in ranks(1, "train", "--resume", "runs/split", "train.epochs=4", "train.shard=no", cwd=folder):
+            assert ended.code == 0, ended.said
+        assert_close(one, split, ended_at=(2,))
+        old = {run: load_file(last_checkpoint(run) / "old.safetensors") for run in (one, split)}
+        for name, weights in old[one].items():
+            torch.testing.assert_close(old[split][name], weights, rtol=0, atol=1e-6)
+            assert not torch.equal(weights, load_file(last_checkpoint(one) / "weights.safetensors")[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [3, 4])
 @pytest.mark.parametrize("kl", [0, 0.1])
@@ -142,6 +166,34 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
             assert ended.code == 0, ended.said
     assert [row["epoch"] for row in timeless(run)] == [0, 1, 2, 3, 4, 5, 6]
     assert_close(one, run, ended_at=(2, 4))
+
+
+HELD = """
+from pathlib import Path
+from accelerate import PartialState
+from torch.distributed.tensor import DTensor
+from arborl.engine.policy import Policy
+
+honest = Policy.follow_with_old
+
+def telling(self, parameters):
+    "Notes how the old policy's weights are held."
+    old = honest(self, parameters)
+    kinds = {"split" if isinstance(w, DTensor) else "whole" for w in old.weights.values()}
+    Path(f"old-{'-'.join(kinds)}-{PartialState().process_index}").touch()
+    return old
+
+Policy.follow_with_old = telling
+from own_losses import OldRollsOut
+"""
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_an_old_policys_weights_are_split_with_the_others(tmp_path: Path, how: str):
+    (tmp_path / "held.py").write_text(HELD)
+    settings = [*MIXTURE, f"model.train={how}", "loss.name=held:OldRollsOut", "train.shard=full", "train.epochs=1"]
+    trained(2, settings, tmp_path, "x")
+    assert {path.name for path in tmp_path.glob("old-*")} == {"old-split-0", "old-split-1"}
 
 
 TELLING = """

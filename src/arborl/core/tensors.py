@@ -1,5 +1,8 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false
 """Small conversions; the few calls whose types torch leaves open are closed here."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,3 +28,18 @@ def like(values: Tensor, other: Tensor) -> Tensor:
 def unique(values: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct values (or rows) in order, and where in them each stands."""
     return torch.unique(values, return_inverse=True, dim=0)
+
+
+def unflatten(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The first axis as several."""
+    return values.unflatten(0, sizes)
+
+
+def lerp_all(tensors: Sequence[Tensor], others: Sequence[Tensor], weight: float) -> None:
+    """Move each tensor that share of the way to the other, in place and in few kernels."""
+    torch._foreach_lerp_(list(tensors), list(others), weight)
+
+
+def largest_entries(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest entry of each tensor by size, in few kernels."""
+    return torch.stack(torch._foreach_norm(list(tensors), float("inf")))

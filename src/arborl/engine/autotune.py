@@ -6,13 +6,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +20,7 @@ from ..core.errors import InputError
 from ..core.losses import Who
 from ..core.noise import fold
 from ..data.prompts import split_prompts
+from ..distributed.accelerator import Accelerator, backward
 from ..distributed.gather import any_rank, max_rank
 from ..models import lora, model_class
 from .batches import BATCH_SIZE_SETTINGS, BatchSizes
@@ -89,7 +89,7 @@ def forward_flops(policy: Policy, prompt: str) -> int:
     cond, device = policy.encode([prompt]), policy.device
     x = policy.model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=device))
     # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
-    apart = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+    apart: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
     with torch.no_grad(), lora.disabled(policy.module), apart, FlopCounterMode(display=False) as counter:
         policy.predict(x, torch.full((1,), 500.0, device=device), cond)
     return counter.get_total_flops()
@@ -182,7 +182,7 @@ def stage_call(key: str, policy: Policy, state: State | None, prompt: str) -> Ca
                     predict(size, who)
                 loss = predict(size).square().mean()
                 if loss.requires_grad:  # the update says so if it does not
-                    policy.accelerator.backward(loss)
+                    backward(loss, policy.accelerator)
         finally:
             state.optimizer.zero_grad(set_to_none=True)
 

@@ -4,21 +4,21 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..config.schema import Config
 from ..core.kernels import Coefficients, Gaussian, transition
-from ..core.tensors import like
+from ..core.tensors import floats, ints, largest_entries, like, unique
 from ..core.tree import Plan
 from ..data.prompts import Prompts
+from ..distributed.accelerator import Accelerator
 from ..distributed.fsdp import local
 from ..distributed.gather import by_replica, gather
 from ..models.compile import uncompiled
@@ -39,9 +39,9 @@ def gradient_sizes(
     sizes = torch.zeros(len(own))
     if found:
         known = torch.tensor([grad is not None and grad.numel() > 0 for grad in own])
-        sizes[known] = torch.stack(torch._foreach_norm(found, float("inf"))).float().cpu()  # one wait
+        sizes[known] = largest_entries(found).float().cpu()  # one wait
     everyone = by_replica(gather(sizes[None], accelerator), list(parameters.values()))
-    return {name: parts.amax(1).tolist() for name, parts in zip(parameters, everyone, strict=True)}
+    return {name: floats(parts.amax(1)) for name, parts in zip(parameters, everyone, strict=True)}
 
 
 def unequal_gradients(sizes: Mapping[str, Sequence[float]]) -> list[str]:
@@ -102,9 +102,9 @@ def recheck_steps(policy: Policy, rollout: Rollout) -> list[StepCheck]:
     """
     plan, size, device = rollout.plan, policy.batch_sizes.train, policy.device
     found: list[StepCheck] = []
-    for step in plan.step[plan.stochastic].unique().tolist():
+    for step in ints(unique(plan.step[plan.stochastic])[0]):
         here = (plan.stochastic & (plan.step == step)).nonzero().flatten()
-        parents = plan.parent[here].unique()
+        parents, _ = unique(plan.parent[here])
         rows = torch.cartesian_prod(torch.arange(len(rollout.latents)), parents)[:size]
         edges, row = _edges_below(plan.parent, here, rows)
         (batch,) = batches(len(rows), size, sizes=policy.update_batch_sizes)
@@ -169,11 +169,11 @@ def check_transitions(steps: list[StepCheck], bound: float) -> list[Finding]:
 
 
 @contextmanager
-def watching_for_overflow(found: list[str]) -> Iterator[None]:
+def watching_for_overflow(found: list[str]) -> Generator[None]:
     """Inside, the names of modules whose output is not finite are noted, in the order they ran."""
 
     def look(module: nn.Module, args: object, output: object) -> None:
-        outputs = output if isinstance(output, tuple | list) else [output]
+        outputs = cast(Sequence[object], output) if isinstance(output, tuple | list) else [output]
         tensors = [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
         if any(not bool(t.isfinite().all()) for t in tensors):
             found.append(f"{type(module).__name__} in {tensors[0].dtype}".replace("torch.", ""))
@@ -296,7 +296,7 @@ def groups_of_leaves(plan: Plan) -> Int[Tensor, " leaves"]:
 
 def spread_of(scores: Float[Tensor, "prompts leaves"], tree: Int[Tensor, " leaves"]) -> Spread:
     """`tree` says which of its prompt's trees a leaf belongs to."""
-    groups = [scores[:, tree == number] for number in tree.unique().tolist()]
+    groups = [scores[:, tree == number] for number in ints(unique(tree)[0])]
     means = torch.stack([group.nanmean(1) for group in groups], 1).flatten()
     squares = torch.stack([((g - g.nanmean(1, keepdim=True)) ** 2).nanmean(1) for g in groups], 1)
     return Spread(float(squares.nanmean().sqrt()), float(((means - means.nanmean()) ** 2).nanmean().sqrt()))

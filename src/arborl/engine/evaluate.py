@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..core.tensors import floats
 from ..data.prompts import Prompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather, gather_strings, sum_ranks
@@ -38,7 +39,7 @@ class Evaluation:
 
     def shown(self) -> list[dict[str, Any]]:
         """Prompt and scores of each of the first pictures, as JSON has them."""
-        scores = {name: values.tolist() for name, values in self.values.items() if not name.startswith("pictures/")}
+        scores = {name: floats(values) for name, values in self.values.items() if not name.startswith("pictures/")}
         return [
             {"prompt": text, "scores": {name: None if math.isnan(v[i]) else v[i] for name, v in scores.items()}}
             for i, text in enumerate(self.captions)
@@ -114,7 +115,7 @@ def evaluate(
         problems=reasons,
         pictures=pictures[:shown],
         captions=chosen.texts[:shown],
-        scores=own[first][:shown].tolist(),
+        scores=floats(own[first][:shown]),
         values=parts,
         nonfinite=int(sum_ranks(float(broken.sum()), accelerator)),
         undecoded=int(sum_ranks(float(undecoded.sum()), accelerator)),

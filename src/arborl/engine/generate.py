@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..core.noise import fold
+from ..core.tensors import ints
 from ..core.tree import deterministic
 from ..data.prompts import LocalPrompts, Prompts
 from .batches import batches
@@ -34,7 +35,7 @@ def generate(
     key = fold(config.seed, EVALUATION)
     leaves: list[Tensor] = []
     for batch in batches(len(prompts), policy.batch_sizes.sample):
-        some = prompts.take(batch.rows.tolist())
+        some = prompts.take(ints(batch.rows))
         local, own = LocalPrompts(some, ids[batch.rows], len(prompts)), None if start is None else start[batch.rows]
         leaves.append(grow_trees(policy, plan, policy.encode(some.texts), key, local, start=own).leaves)
     return torch.cat(leaves)

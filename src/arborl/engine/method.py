@@ -4,14 +4,13 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -25,8 +24,10 @@ from ..core.noise import fold, normal
 from ..core.plans import Group, Noise, Shape, Splits, Window
 from ..core.prune import Pruning, prune, slide_depths
 from ..core.schedule import Schedule, window_start
+from ..core.tensors import ints
 from ..core.tree import Plan, Tail
 from ..data.prompts import split_prompts
+from ..distributed.accelerator import Accelerator
 from ..distributed.gather import gather
 from ..models import model_class
 from ..tools.imports import import_object
@@ -57,7 +58,7 @@ SETTING_OF_ARGUMENT = {
 
 
 @contextmanager
-def naming_settings(plan: str = "tree") -> Iterator[None]:
+def naming_settings(plan: str = "tree") -> Generator[None]:
     """Inside, what the core says of its arguments is said of the settings they came from: those of that plan."""
     names = SETTING_OF_ARGUMENT | ({"window.size": "tree.mix_sde_window"} if plan == "branch" else {})
     try:
@@ -274,7 +275,7 @@ def warnings_about(config: Config) -> list[str]:
         breaks = sde_able(schedule, kernel, eta, excess=True) & ~sde_able(schedule, kernel, eta)
     if not breaks.any():
         return []
-    steps = breaks.nonzero().flatten().tolist()
+    steps = ints(breaks.nonzero().flatten())
     return [f"kernel.excess_noise: steps {steps} add more noise than the level they reach; some stays in the pictures"]
 
 

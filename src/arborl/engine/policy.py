@@ -1,11 +1,10 @@
 """A model as the engine uses it: wrapped, split, compiled, called in certain sizes; and the policies beside it."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config.schema import Config
 from ..core.losses import Loss, Who
 from ..core.schedule import Schedule
+from ..distributed.accelerator import Accelerator, no_sync
 from ..distributed.fsdp import local, shard
 from ..models import Cond, Model, lora
 from ..models.activation_checkpointing import checkpoint_activations
@@ -83,7 +83,7 @@ class Policy:
             return self.model.predict(x, t, cond)
 
     @contextmanager
-    def acting(self, who: Who) -> Iterator[None]:
+    def acting(self, who: Who) -> Generator[None]:
         """Inside, the model is that policy."""
         if who in self.copies:
             trained, self.model.module = self.model.module, self.copies[who]
@@ -142,7 +142,7 @@ class Policy:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients stay a process's own."""
-        return self.accelerator.no_sync(self.module)
+        return no_sync(self.module, self.accelerator)
 
     # In which sizes, and by which code.
 
@@ -173,7 +173,7 @@ class Policy:
         return self.bitwise_batch_sizes or (self.min_batch_size,)
 
     @contextmanager
-    def update_numerics(self) -> Iterator[None]:
+    def update_numerics(self) -> Generator[None]:
         """Inside, `predict` runs the code that the update runs. Compiled, that is other code than without gradients,
         and it rounds differently.
         """
@@ -183,7 +183,7 @@ class Policy:
             yield
 
     @contextmanager
-    def fast_sampling(self) -> Iterator[None]:
+    def fast_sampling(self) -> Generator[None]:
         """Inside, `predict` is the policy as fast as it can be, to the rounding of its weights, and without gradients.
 
         Compiled, adapters are merged into the weights for that: beside them they cost an eighth of a forward.

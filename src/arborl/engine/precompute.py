@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config.schema import Config
 from ..data.prompts import Prompts, prompt_order
+from ..distributed.accelerator import Accelerator
 from ..distributed.coordination import fail_together
 from ..models import model_class
 

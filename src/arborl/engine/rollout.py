@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.kernels import Coefficients, transition
 from ..core.noise import Key, normal
-from ..core.tensors import like
+from ..core.tensors import like, unflatten
 from ..core.tree import Plan
 from ..data.prompts import LocalPrompts
 from ..models.base import Cond
@@ -70,7 +70,7 @@ def grow_trees(
     prompts, device, prompt_ids, shape = len(cond), policy.device, local.ids, policy.latent_shape
     if start is None:
         roots = addresses(plan, prompt_ids, torch.arange(plan.roots), device)
-        start = policy.model.noise(key, roots).unflatten(0, (prompts, plan.roots))
+        start = unflatten(policy.model.noise(key, roots), (prompts, plan.roots))
     frontier = start.to(device)
     storage = torch.device("cpu") if policy.config.sample.offload else device
     latents = torch.empty(prompts, plan.nodes, *shape, device=storage)
@@ -108,10 +108,10 @@ def grow_trees(
                 if stochastic:
                     where = addresses(plan, prompt_ids, plan.child[level.edges], device)
                     drawn = gaussian.sample(normal(key, where, shape))
-                    log_density[:, level.edges] = gaussian.log_density(drawn).unflatten(0, (prompts, -1))
+                    log_density[:, level.edges] = unflatten(gaussian.log_density(drawn), (prompts, -1))
                 else:
                     drawn = gaussian.mean
-                frontier = drawn.unflatten(0, (prompts, -1))
+                frontier = unflatten(drawn, (prompts, -1))
                 latents[:, children] = frontier.to(storage)
                 first = children.start
     if x0 is not None:
@@ -167,4 +167,4 @@ def predict(
         # Detached at once: the next call must find the memory of what a gradient would have needed free.
         v = policy.predict(flat[index], times[index], cond[index // n]).detach()
         out[index[: batch.valid]] = v[: batch.valid]
-    return out.unflatten(0, (prompts, n))
+    return unflatten(out, (prompts, n))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import InputError
+from ..core.tensors import ints
 from ..data.prompts import Prompts
 from ..rewards.base import Answers, Failures, Rewards, Scores
 from .batches import batches
@@ -50,7 +51,7 @@ def statistics(images: Float[Tensor, "n 3 height width"]) -> dict[str, Float[Ten
     return {
         "dark": (luma < DARK).float().mean((1, 2)),
         "saturated": (images.amax(1) - images.amin(1) > SATURATED).float().mean((1, 2)),
-        "entropy": torch.special.entr(share).sum(1) / math.log(2),
+        "entropy": torch.special.entr(share).sum(1) / math.log(2),  # pyright: ignore[reportUnknownMemberType]
         "edges": (steps > EDGE).float().mean((1, 2)),
     }
 
@@ -110,7 +111,7 @@ def decode_and_score(
 
     with ThreadPoolExecutor(1) as other, rewards.cancelled():
         for batch in batches(len(flat), policy.batch_sizes.decode):
-            index = batch.rows.tolist()
+            index = ints(batch.rows)
             with stage("decode"):
                 images = policy.decode(flat[batch.rows].to(policy.device))
             if pending:

@@ -1,6 +1,6 @@
 """Training state: weights, their average, an old policy's, the optimizer, and how far the run has come."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import InputError
+from ..core.tensors import lerp_all
 from ..distributed.fsdp import is_sharded, to_sharding_of
 
 
@@ -30,14 +31,14 @@ class Shadow:
     def follow(self, keep: float) -> None:
         """Keep that share of what they are, and take the rest from the trained weights."""
         live = [self.parameters[name].detach() for name in self.weights]
-        torch._foreach_lerp_(list(self.weights.values()), live, 1 - keep)
+        lerp_all(list(self.weights.values()), live, 1 - keep)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over saved weights."""
         copy_into(self.weights, weights)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Generator[None]:
         """Inside, the model has these weights."""
         self._own = copies_of(self.parameters)
         try:
@@ -66,7 +67,7 @@ class Ema(Shadow):
             self.follow(self.decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Generator[None]:
         """Inside, the model has the averaged weights (its own where there is no average)."""
         if not self.decay:
             yield

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,9 @@ from ..core.errors import InputError
 from ..core.kernels import Coefficients
 from ..core.losses import Calls, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who, noised
 from ..core.noise import Key
-from ..core.tensors import like
+from ..core.tensors import like, unique
+from ..distributed.accelerator import Accelerator, backward
+from ..distributed.gather import gather
 from ..models.base import Cond
 from .batches import batches, to_device
 from .checks import gradient_sizes, reached_groups, unequal_gradients
@@ -114,7 +115,7 @@ def update(
                 if not total.requires_grad:
                     raise InputError("model.train", None, "no trained weight has a part in the model's answer")
                 # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
-                accelerator.backward(total * (accelerator.num_processes / count))
+                backward(total * (accelerator.num_processes / count), accelerator)
         if check_gradients and stats.steps < 2:
             sizes = gradient_sizes(state.parameters, accelerator)
             stats.unequal += unequal_gradients(sizes)
@@ -163,7 +164,7 @@ class TrainingCalls:
         """The calls (`among` some of them) that have kept edges, in order, and these edges."""
         kept = keep.cpu()[:, self.calls.edge]
         prompt, pair = (kept if among is None else kept & among[:, self.calls.call]).nonzero(as_tuple=True)
-        calls, row = torch.stack([prompt, self.calls.call[pair]], 1).unique(dim=0, return_inverse=True)
+        calls, row = unique(torch.stack([prompt, self.calls.call[pair]], 1))
         return Trained(calls, prompt, self.calls.edge[pair], row)
 
     def loss_of(self, trained: Trained, stats: Stats, first: bool) -> Float[Tensor, ""]:
@@ -181,7 +182,7 @@ class TrainingCalls:
             answers = self._ask(x, t, cond)
             loss, seen = self.loss({who: v[: len(batch.x)] for who, v in answers.items()}, batch)
         _check(self.loss, loss, seen, len(trained.edge))
-        stats.add(edges=len(trained.edge), parents=len(torch.unique(trained.row)))
+        stats.add(edges=len(trained.edge), parents=len(unique(trained.row)[0]))
         stats.add(**{name: values.sum() for name, values in seen.items()})
         if "ratio" in seen:
             self._keep_ratios(seen["ratio"].detach(), trained, stats, first)
@@ -246,7 +247,7 @@ def _check(loss: EdgeLoss | LeafLoss, total: object, seen: Mapping[str, object],
     if not isinstance(total, Tensor) or total.shape != ():
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise InputError("loss.name", name, f"returned {shape} as its loss", "a scalar, summed over edges")
-    if seen.keys() != set(loss.metrics):
+    if set(seen) != set(loss.metrics):
         raise InputError("loss.name", name, f"measured {', '.join(seen) or 'nothing'}", ", ".join(loss.metrics))
     for what, values in seen.items():
         if not isinstance(values, Tensor) or values.shape != (edges,):
@@ -272,5 +273,5 @@ def _across_ranks(accelerator: Accelerator, edges: int, useful: int, calls: int)
     """Edges and usefulness summed over the ranks, and the most micro-batches any of them has."""
     if accelerator.num_processes == 1:
         return edges, useful, calls
-    everyone = accelerator.gather(torch.tensor([[edges, useful, calls]], device=accelerator.device))
-    return int(everyone[:, 0].sum()), int(everyone[:, 1].sum()), int(everyone[:, 2].max())  # pyright: ignore
+    everyone = gather(torch.tensor([[edges, useful, calls]]), accelerator)
+    return int(everyone[:, 0].sum()), int(everyone[:, 1].sum()), int(everyone[:, 2].max())
