@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import psutil
 import torch
@@ -89,7 +89,7 @@ def forward_flops(policy: Policy, prompt: str) -> int:
     cond, device = policy.encode([prompt]), policy.device
     x = policy.model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=device))
     # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
-    apart: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+    apart = cast(AbstractContextManager[None], sdpa_kernel(SDPBackend.MATH)) if device.type == "cpu" else nullcontext()
     with torch.no_grad(), lora.disabled(policy.module), apart, FlopCounterMode(display=False) as counter:
         policy.predict(x, torch.full((1,), 500.0, device=device), cond)
     return counter.get_total_flops()

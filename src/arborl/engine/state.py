@@ -31,7 +31,7 @@ class Shadow:
     def follow(self, keep: float) -> None:
         """Keep that share of what they are, and take the rest from the trained weights."""
         live = [self.parameters[name].detach() for name in self.weights]
-        lerp_all(list(self.weights.values()), live, 1 - keep)
+        lerp_all(list(self.weights.values()), live, 1.0 - keep)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over saved weights."""
