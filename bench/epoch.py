@@ -124,6 +124,7 @@ class Bench:
         seconds, tera = time.perf_counter() - start, self.run.flops / 1e12
         print(f"{name}: set up in {seconds:.0f} s, {tera:.4g} TFLOP a forward", flush=True)
         self.schedule = self.run.policy.schedule()
+        self.run.state.check_gradients = False
 
     def epoch(self, way: str, edge_by_edge: bool = False, **changes: Any) -> Row:
         """One epoch with some settings changed, timed; its window in the middle."""
@@ -148,7 +149,7 @@ class Bench:
             if edge_by_edge:
                 stats = self.each_edge(method, rollout, advantage, keep)
             else:
-                stats = update(policy, run.state, method.loss, rollout, advantage, keep, check_gradients=False)
+                stats = update(policy, run.state, method.loss, rollout, advantage, keep)
         row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scored.scores.total.numel())
         row.seconds = dict(logger.seconds)
         parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed

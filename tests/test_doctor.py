@@ -78,6 +78,23 @@ def untimed(monkeypatch):
     monkeypatch.setattr(Subject, "speed", lambda self: iter(()))
 
 
+LOSSES = {
+    "leaves": ["loss.name=own_losses:Regression"],
+    "leaves, ODE": ["loss.name=own_losses:Regression", "algo=flat", "kernel.name=ode", "sample.group_size=4"],
+    "the old rolls out": ["loss.name=own_losses:OldRollsOut"],
+    "edges": ["loss.name=own_losses:Reinforce"],
+}
+
+
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES)
+def test_a_loss_of_ones_own_has_nothing_wrong(settings: list[str], tmp_path: Path):
+    """What has no density is not asked for one."""
+    found = findings([*settings, f"log.dir={tmp_path}"])
+    assert not wrong(found), found
+    assert ("first-update ratio" in found) == (settings == LOSSES["edges"])
+    assert "moved" in found["gradients"].measured
+
+
 @pytest.mark.usefixtures("untimed")
 class TestPlantedFaults:
     @pytest.mark.parametrize("how", ["frozen", "switched off", "in part"])

@@ -29,18 +29,17 @@ def run_epochs(run: Run) -> Path:
             if run.evaluations.hacked:
                 break
             with run.stage("encode"):
-                cond = policy.encode(epoch.prompts.prompts.texts)
+                cond = policy.encode(epoch.texts)
             with run.stage("rollout"):
                 rollout = sample_trees(policy, epoch, cond)
             run.check_rollout(rollout)
             with run.stage("reward"):
-                scored = score(policy, rewards, rollout, run.logger.stage)
+                scored = score(policy, rewards, rollout, run.stage)
             run.check_scores(rollout, scored)
             with run.stage("advantage"):
                 advantage, keep = method.credit(epoch, scored, rollout)
             with run.stage("update"):
-                look = run.guards.checks_gradients
-                stats = update(policy, state, method.loss, rollout, advantage, keep, check_gradients=look)
+                stats = update(policy, state, method.loss, rollout, advantage, keep)
             run.complete(epoch, rollout, scored, advantage, keep, stats)
         run.finish(write_report)
     return run.logger.folder

@@ -80,11 +80,11 @@ class Watched:
             seen.append(scored.scores)
             return credit(method, epoch, scored, rollout)
 
-        def updated(policy, state, loss, rollout, advantage, keep, **how):
+        def updated(policy, state, loss, rollout, advantage, keep):
             before = {name: p.detach().clone() for name, p in state.parameters.items()}
             texts, model = rollout.prompts.prompts.texts, copy.deepcopy(policy.model)
             self.epochs.append(Epoch(texts, seen[-1], rollout, advantage, keep, rollout.key, before, model))
-            return update(policy, state, loss, rollout, advantage, keep, **how)
+            return update(policy, state, loss, rollout, advantage, keep)
 
         def lost(training: TrainingCalls, trained: Trained, *rest, **more):
             self.epochs[-1].batches.append(trained)

@@ -258,8 +258,10 @@ class LossConfig(Settings):
 class TrainConfig(Settings):
     epochs: int = knob(100, "Epochs: one rollout and its updates each.", low=0)
     max_seconds: float = knob(0.0, "Stop once training, evaluation apart, has taken this long; 0 is off.", low=0)
-    updates: int = knob(1, "Optimizer steps per epoch, over a seeded partition of the parents.", low=1)
-    batch_size: int | str = knob(8, "Parents per forward + backward, or auto.", low=1, words=("auto",))
+    updates: int = knob(1, "Optimizer steps per epoch, over a seeded partition of the model calls.", low=1)
+    batch_size: int | str = knob(
+        8, "Model calls per forward + backward (parents, or noised leaves), or auto.", low=1, words=("auto",)
+    )
     learning_rate: float = knob(3e-4, "AdamW's step size.", above=0)
     weight_decay: float = knob(1e-4, "AdamW's decay.", low=0)
     beta1: float = knob(0.9, "AdamW's first moment.", low=0, below=1)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..core.losses import Who
+from ..core.losses import EdgeLoss, Who
 from ..core.noise import fold
 from ..data.prompts import split_prompts
 from ..distributed.accelerator import Accelerator, backward
@@ -323,4 +323,5 @@ def describe_batches(config: Config, size: int, processes: int = 1, split: bool 
     parents = math.ceil(one * how.per_process / updates)
     batches = f"{math.ceil(parents / size)} micro-batches of up to {size}" if parents > size else "in one micro-batch"
     steps = f"{updates} optimizer steps" if updates > 1 else "one optimizer step"
-    return [*lines, f"{steps} an epoch, about {parents} parents{' a process' if processes > 1 else ''} each: {batches}"]
+    what = ("parents" if isinstance(loss_of(config), EdgeLoss) else "noised leaves") + " a process" * (processes > 1)
+    return [*lines, f"{steps} an epoch, about {parents} {what} each: {batches}"]

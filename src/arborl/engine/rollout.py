@@ -27,6 +27,10 @@ class Epoch:
     prompts: LocalPrompts
     recorded: bool = False  # its first prompt's trees are kept for drawings
 
+    @property
+    def texts(self) -> list[str]:
+        return self.prompts.prompts.texts
+
 
 @dataclass
 class Rollout:

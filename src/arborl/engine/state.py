@@ -78,7 +78,7 @@ class Ema(Shadow):
 
 @dataclass
 class State:
-    """Training state: everything that a checkpoint holds."""
+    """Training state: what a checkpoint holds, and what of it is new since."""
 
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -92,6 +92,7 @@ class State:
     forward_backwards: int = 0
     prompt_list: str = ""  # a digest of what prompts are dealt from
     saved: int = -1  # the epoch of the newest checkpoint, written or read
+    check_gradients: bool = True  # whether the next optimizer steps' gradients are looked at; a run's first are
 
     @property
     def sharded(self) -> bool:

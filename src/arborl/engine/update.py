@@ -80,13 +80,13 @@ def update(
     advantage: Float[Tensor, "prompts edges"],
     keep: Bool[Tensor, "prompts edges"],
     updates: int | None = None,
-    check_gradients: bool = True,
 ) -> Stats:
     """`train.updates` optimizer steps over a seeded partition of the model calls; then the old policy follows.
 
     A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
     change it. A step none of whose edges has an advantage is left out on every rank, unless there is a regularizer to
-    follow. `check_gradients` looks where the first two steps' gradients came to, and whether all ranks have the same.
+    follow. `state.check_gradients` looks where the first two steps' gradients came to, and whether all ranks have the
+    same.
     """
     stats, accelerator, local, train = Stats.of(loss), policy.accelerator, rollout.prompts, policy.config.train
     updates = train.updates if updates is None else updates
@@ -116,7 +116,7 @@ def update(
                     raise InputError("model.train", None, "no trained weight has a part in the model's answer")
                 # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
                 backward(total * (accelerator.num_processes / count), accelerator)
-        if check_gradients and stats.steps < 2:
+        if state.check_gradients and stats.steps < 2:
             sizes = gradient_sizes(state.parameters, accelerator)
             stats.unequal += unequal_gradients(sizes)
             reached = reached_groups({name: max(ranks) for name, ranks in sizes.items()})

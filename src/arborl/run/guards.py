@@ -13,6 +13,7 @@ from ..distributed.gather import gather, gather_strings, sum_ranks
 from ..engine.checks import check_spread, check_transitions, groups_of_leaves, ratio_bound, recheck_steps, spread_of
 from ..engine.policy import Policy
 from ..engine.rollout import Rollout
+from ..engine.state import State
 from ..engine.update import Stats
 from ..rewards import Rewards, Scores
 from .logger import Logger
@@ -25,18 +26,13 @@ class Guards:
     config: Config
     accelerator: Accelerator
     policy: Policy
+    state: State
     rewards: Rewards
     logger: Logger
     coordinator: Coordinator
     rollout_checked: bool = False  # the first one: its densities, and whether leaves differ
-    update_checked: bool = False  # the first updates: their ratio, and where their gradients came to
     reached: dict[str, bool] = field(default_factory=dict)  # by gradients so far, of the groups of trained weights
     steps: int = 0  # since this process began
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether the next update is one of the first, whose gradients are looked at."""
-        return not self.update_checked
 
     def check_rewards(self, scores: Scores, local: LocalPrompts, epoch: int) -> None:
         """A reward that gives too many leaves no score stops the run, on all ranks and before anything is learnt from
@@ -96,16 +92,16 @@ class Guards:
             self.logger.warn_once("no prompt's leaves differ in score this epoch, so there was nothing to learn")
         if metrics["steps_nonfinite"]:
             self.logger.warn_once("a gradient was not finite and its step was left out (steps_nonfinite counts them)")
-        if self.update_checked or not metrics["steps"]:
+        if not self.state.check_gradients or not metrics["steps"]:
             return
         if not self.steps:
             self._check_first(metrics.get("ratio_error", 0.0), stats)
         self.steps += stats.steps
         self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
         # A last layer that starts at zero lets gradients through from the second step on.
-        self.update_checked = self.steps > 1
+        self.state.check_gradients = self.steps < 2
         missed = [name for name, found in self.reached.items() if not found]
-        if self.update_checked and missed:
+        if missed and not self.state.check_gradients:
             some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
             self.logger.warn_once(
                 f"no gradient reached {len(missed)} of {len(self.reached)} groups of trained weights in the first "

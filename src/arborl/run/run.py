@@ -59,7 +59,7 @@ class Run:
 
     def __post_init__(self) -> None:
         own, logger = (self.config, self.accelerator), self.logger
-        self.guards = Guards(*own, self.policy, self.rewards, logger, self.coordinator)
+        self.guards = Guards(*own, self.policy, self.state, self.rewards, logger, self.coordinator)
         self.evaluations = Evaluations(*own, self.rewards, self.eval_prompts, logger, self.coordinator)
         self.saver = Saver(*own, self.state, logger, self.coordinator)
         self.bar = ProgressBar(logger, self.state.epoch, self.epochs, self.config.train.max_seconds)

@@ -166,7 +166,7 @@ def first_tree(
     shown = rollout.plan.preview_nodes
     return TreeFile(
         epoch=epoch.number,
-        prompt=epoch.prompts.prompts.texts[0],
+        prompt=epoch.texts[0],
         plan=rollout.plan,
         log_density=rollout.log_density[0].cpu(),
         advantage=advantage[0].cpu(),
