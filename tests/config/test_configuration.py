@@ -16,6 +16,7 @@ from arborl.config.interpolation import ENVIRONMENT
 from arborl.core.advantage import ADVANTAGES
 from arborl.core.errors import InputError
 from arborl.core.kernels import KERNELS
+from arborl.core.losses import LOSSES
 from arborl.core.plans import PLANS
 from arborl.engine.method import plans_of_a_run
 from arborl.worlds.scenes import FOLDER
@@ -56,6 +57,7 @@ class TestConfiguration:
         choices = {key: item.metadata["choices"] for key, item in knobs()}
         assert choices["tree.plan"] == tuple(PLANS)
         assert choices["advantage.name"] == tuple(ADVANTAGES)
+        assert choices["loss.name"] == tuple(LOSSES)
         assert {*choices["kernel.name"]} == {"auto", *KERNELS}
 
     def test_the_reference_page_lists_every_knob_as_it_is(self):

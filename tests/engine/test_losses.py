@@ -412,10 +412,16 @@ def test_a_mistake_is_one_line_before_a_run(settings: list[str], text: str) -> N
 
 
 @pytest.mark.parametrize("how", ["vector", "names", "mean", "number"])
-def test_what_a_loss_returns_is_held_to_its_contract(how: str) -> None:
-    made = Bench([*SMALL, "loss.name=test_losses:Wrong", f"loss.options.how={how}"])
-    with pytest.raises(InputError, match=r"^loss\.name=Wrong: (returned|measured) .*; allowed: "):
+def test_what_a_loss_returns_is_held_to_its_contract(how: str, tmp_path: Path) -> None:
+    """Before a run, and at every call."""
+    settings = [*SMALL, "loss.name=test_losses:Wrong", f"loss.options.how={how}"]
+    made = Bench(settings)
+    text = r"^loss\.name=test_losses:Wrong: (returned|measured) .*; allowed: "
+    with pytest.raises(InputError, match=text):
         made.update(made.advantage())
+    with pytest.raises(InputError, match=text):
+        train(load_config("mixture", [*settings, f"log.dir={tmp_path / 'runs'}"]))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_settings_and_options_reach_the_constructor() -> None:

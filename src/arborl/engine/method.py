@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,8 +18,8 @@ from ..config.schema import Config
 from ..core import plans
 from ..core.advantage import ADVANTAGES, advantages
 from ..core.errors import ArgumentError, InputError
-from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, sde_able
-from ..core.losses import LOSSES, EdgeLoss, LeafLoss
+from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, Coefficients, sde_able
+from ..core.losses import LOSSES, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who
 from ..core.noise import fold, normal
 from ..core.plans import Group, Noise, Shape, Splits, Window
 from ..core.prune import Pruning, prune, slide_depths
@@ -329,6 +329,54 @@ def loss_of(config: Config) -> EdgeLoss | LeafLoss:
         problem = f"{name} takes it, and has no default for it"
         raise InputError(f"loss.options.{required[0]}", None, problem, "a number, a text, true or false")
     return found(**given)
+
+
+def check_answer(name: str, loss: EdgeLoss | LeafLoss, total: object, seen: object, edges: int) -> None:
+    """What a loss of a user's own returns is what the contract says."""
+
+    def shape(value: object) -> str:
+        return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+    if not isinstance(total, Tensor) or total.shape != ():
+        raise InputError("loss.name", name, f"returned {shape(total)} as its loss", "a scalar, the sum over edges")
+    if not isinstance(seen, dict) or set(measured := cast(dict[str, object], seen)) != set(loss.metrics):
+        found = ", ".join(map(str, cast(dict[object, object], seen))) if isinstance(seen, dict) else shape(seen)
+        raise InputError("loss.name", name, f"measured {found or 'nothing'}", ", ".join(loss.metrics) or "nothing")
+    for what, values in measured.items():
+        if not isinstance(values, Tensor) or values.shape != (edges,):
+            allowed = f"a tensor of one value an edge, here {edges}"
+            raise InputError("loss.name", name, f"returned {shape(values)} for {what}", allowed)
+
+
+def try_loss(config: Config, loss: EdgeLoss | LeafLoss, like: Tensor) -> None:
+    """Ask a user's own loss about three edges drawn by chance, of latents like these three, so that what does not keep
+    its contract is known before a run.
+    """
+    if config.loss.name in LOSSES:
+        return
+    address = torch.tensor([[number, 0, 0] for number in range(3)])
+    policy, old, reference, x, x0, noise = (
+        normal(fold(0, number), address, tuple(like.shape[1:])).to(like) for number in range(6)
+    )
+    answers: dict[Who, Tensor] = {"policy": policy.requires_grad_(), "old": old, "reference": reference}
+    answers = {who: answer for who, answer in answers.items() if who in (*loss.asks, "policy")}
+    one, advantage = like.new_ones(3), like.new_tensor([1.0, 0.0, -1.0])
+    answer: object
+    if isinstance(loss, EdgeLoss):
+        kernel = Coefficients(one, -0.1 * one, 0.3 * one)
+        answer = loss(
+            answers, EdgeBatch(x, torch.arange(3, device=like.device), x0, -one, advantage, one, kernel)
+        )
+    else:
+        prediction = schedule_of(config, config.sample.num_steps).prediction
+        answer = loss(answers, LeafBatch(x, x0, noise, 0.5 * one, 0.5 * one, advantage, prediction))
+    pair = cast(tuple[object, ...], answer)  # or anything else
+    if type(pair) is not tuple or len(pair) != 2:
+        kind = type(pair).__name__
+        raise InputError("loss.name", config.loss.name, f"returned a {kind}", "its loss, and a dict of its metrics")
+    check_answer(config.loss.name, loss, *pair, edges=3)
+    if not cast(Tensor, pair[0]).requires_grad:
+        raise InputError("loss.name", config.loss.name, "returned a loss that no gradient goes through")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rollout + advantages + mask -> optimizer steps, by the loss. One forward of a call trains all its kept edges."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from ..distributed.gather import gather
 from ..models.base import Cond
 from .batches import batches, to_device
 from .checks import gradient_sizes, reached_groups, unequal_gradients
+from .method import check_answer
 from .policy import Policy
 from .rollout import Rollout
 from .state import State
@@ -181,7 +182,7 @@ class TrainingCalls:
             x, batch = self._leaves(self.loss, trained, x, step)
             answers = self._ask(x, t, cond)
             loss, seen = self.loss({who: v[: len(batch.x)] for who, v in answers.items()}, batch)
-        _check(self.loss, loss, seen, len(trained.edge))
+        check_answer(self.policy.config.loss.name, self.loss, loss, seen, len(trained.edge))
         stats.add(edges=len(trained.edge), parents=len(unique(trained.row)[0]))
         stats.add(**{name: values.sum() for name, values in seen.items()})
         if "ratio" in seen:
@@ -239,20 +240,6 @@ class TrainingCalls:
         if stats.ratios is not None:
             own = (trained.prompt == 0).nonzero().squeeze(1)
             stats.ratios[to_device(trained.edge[own], self.device)] = ratio.float()[to_device(own, self.device)]
-
-
-def _check(loss: EdgeLoss | LeafLoss, total: object, seen: Mapping[str, object], edges: int) -> None:
-    """A loss of a user's own is held to what it says of itself."""
-    name = type(loss).__name__
-    if not isinstance(total, Tensor) or total.shape != ():
-        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise InputError("loss.name", name, f"returned {shape} as its loss", "a scalar, summed over edges")
-    if set(seen) != set(loss.metrics):
-        raise InputError("loss.name", name, f"measured {', '.join(seen) or 'nothing'}", ", ".join(loss.metrics))
-    for what, values in seen.items():
-        if not isinstance(values, Tensor) or values.shape != (edges,):
-            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise InputError("loss.name", name, f"returned {shape} for {what}", "a tensor of one value an edge")
 
 
 def _at(values: Tensor, first: Tensor, second: Tensor, device: torch.device) -> Tensor:

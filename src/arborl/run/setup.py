@@ -25,6 +25,7 @@ from accelerate.utils import (
 from ..config import read_config, with_settings
 from ..config.schema import Config
 from ..core.errors import InputError
+from ..core.noise import fold
 from ..data.prompts import PromptLists, split_prompts
 from ..distributed.coordination import Coordinator, fail_together
 from ..distributed.fsdp import launcher_requests_fsdp, sharding_mode
@@ -37,7 +38,7 @@ from ..engine.autotune import (
     warm_up,
 )
 from ..engine.checks import format_bytes, free_disk
-from ..engine.method import Method, check_plan, warnings_about
+from ..engine.method import Method, check_plan, try_loss, warnings_about
 from ..engine.policy import Policy
 from ..engine.precompute import precompute_embeddings, texts_of_a_run
 from ..engine.state import Ema, State, trainable
@@ -104,6 +105,8 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
     parts = assemble(config, accelerator, head)
     with fail_together(accelerator):
         problems = probe(parts.policy.model, parts.rewards, parts.prompts.training, goes_on=resume is not None)
+        noise = parts.policy.model.noise(fold(0, 0), torch.zeros(3, 3, dtype=torch.long, device=accelerator.device))
+        try_loss(config, parts.method.loss, noise)
     messages = [*parts.messages, *parts.tune_and_warm_up()]  # now that rewards have taken what they need
     state, policy = parts.state, parts.policy
     # With what was found, so that a run which goes on does the same.
