@@ -15,6 +15,7 @@ from arborl.config import load_config, read_config, with_settings
 from arborl.core.errors import InputError
 from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_requests_fsdp
+from arborl.engine.state import Shadow
 from arborl.run import logger, setup
 from arborl.run.folder import claim_folder
 from arborl.run.resume import checkpoint_of, config_of, resolve_start
@@ -90,6 +91,29 @@ def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, mo
     monkeypatch.setattr(run_module, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(load_config("mixture", [*settings, "run_name=cut"]))
+    monkeypatch.undo()
+    train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
+    assert_same_run(whole, tmp_path / "cut")
+
+
+@pytest.mark.parametrize("calls", [2, 5])
+def test_an_interrupt_while_the_old_policy_takes_the_models_place(tmp_path: Path, monkeypatch, calls: int):
+    """In the middle of giving the model its own weights back, in a rollout: what is saved are the model's own."""
+    settings = [*MIXTURE, "model.train=lora", "model.lora.rank=2", "loss.name=own_losses:OldRollsOut", "train.epochs=3"]
+    settings += [f"log.dir={tmp_path}", "train.learning_rate=0.01"]
+    whole = train(load_config("mixture", [*settings, "run_name=whole"]))
+    restore, seen = Shadow.restore, []
+
+    def interrupted(self: Shadow) -> None:
+        seen.append(self)
+        if len(seen) == calls:
+            raise KeyboardInterrupt
+        restore(self)
+
+    monkeypatch.setattr(Shadow, "restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config("mixture", [*settings, "run_name=cut"]))
+    assert len(seen) > calls
     monkeypatch.undo()
     train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
     assert_same_run(whole, tmp_path / "cut")
