@@ -33,6 +33,7 @@ install_import_hook(
     [
         "arborl.core",
         "arborl.data.prompts",
+        "arborl.engine.contracts",
         "arborl.engine.evaluate",
         "arborl.engine.generate",
         "arborl.engine.method",
@@ -70,7 +71,7 @@ from arborl.core.noise import Key  # noqa: E402
 from arborl.core.schedule import shifted  # noqa: E402
 from arborl.core.tree import Plan, grow  # noqa: E402
 from arborl.data.prompts import LocalPrompts, Prompts  # noqa: E402
-from arborl.engine.method import loss_of  # noqa: E402
+from arborl.engine.contracts import loss_of  # noqa: E402
 from arborl.engine.policy import Policy  # noqa: E402
 from arborl.engine.rollout import Rollout, grow_trees  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
@@ -221,7 +222,16 @@ def recorded_tree(leaves_without_score: bool = False) -> TreeFile:
 
 LONG = (
     *("models/test_models", "test_every_setting", "test_processes", "test_scenes", "test_compare", "test_rewards"),
-    *("test_presets", "test_remote", "test_update", "test_survival", "test_run", "test_doctor", "test_compile"),
+    *(
+        "test_presets",
+        "test_remote",
+        "test_update",
+        "test_losses",
+        "test_survival",
+        "test_run",
+        "test_doctor",
+        "test_compile",
+    ),
     *("test_plans", "test_extending", "test_commands", "test_fuzz", "test_learns", "test_report", "test_cli"),
     *("test_recorded", "test_reward_hacking", "test_mixture", "test_rollout", "test_prune", "test_embedding_cache"),
 )

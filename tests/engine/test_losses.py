@@ -15,8 +15,9 @@ from arborl.core.errors import InputError
 from arborl.core.losses import LOSSES, EdgeLoss, LeafBatch, LeafLoss, noised
 from arborl.core.noise import fold
 from arborl.core.schedule import PREDICTIONS
+from arborl.engine.contracts import loss_of
 from arborl.engine.cost import costs, count_model_calls
-from arborl.engine.method import Method, check_plan, loss_of, plan_at
+from arborl.engine.method import Method, check_plan, plan_at
 from arborl.engine.rollout import Epoch
 from arborl.engine.score import LeafScores
 from arborl.models.sd import ddim_schedule

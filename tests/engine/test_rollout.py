@@ -12,7 +12,8 @@ from arborl.config import load_config
 from arborl.core.kernels import KERNELS, Coefficients, transition
 from arborl.core.noise import Key, fold, normal
 from arborl.core.tree import Plan, deterministic, grow
-from arborl.engine.method import kernel_of, loss_of, make_plan
+from arborl.engine.contracts import loss_of
+from arborl.engine.method import kernel_of, make_plan
 from arborl.engine.policy import Policy
 from arborl.engine.rollout import Rollout, grow_trees
 from arborl.models import load_model, lora

@@ -15,7 +15,8 @@ from arborl.core.prune import prune
 from arborl.core.schedule import shifted
 from arborl.core.tree import grow
 from arborl.engine.checks import recheck_steps
-from arborl.engine.method import loss_of, make_plan
+from arborl.engine.contracts import loss_of
+from arborl.engine.method import make_plan
 from arborl.engine.rollout import Epoch, Rollout, sample_trees
 from arborl.engine.state import Ema, State, trainable
 from arborl.engine.update import Stats, Trained, TrainingCalls, partition, update

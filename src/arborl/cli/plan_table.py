@@ -11,8 +11,9 @@ from ..config.schema import Config
 from ..core.prune import Pruning, prune
 from ..data.prompts import split_prompts
 from ..engine.checks import Finding
+from ..engine.contracts import loss_of
 from ..engine.cost import BACKWARD_COST
-from ..engine.method import loss_of, plans_of_a_run, pruning
+from ..engine.method import plans_of_a_run, pruning
 from ..run.drawings import profile, sketch
 
 

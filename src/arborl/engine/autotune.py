@@ -24,8 +24,9 @@ from ..distributed.accelerator import Accelerator, backward
 from ..distributed.gather import any_rank, max_rank
 from ..models import lora, model_class
 from .batches import BATCH_SIZE_SETTINGS, BatchSizes
+from .contracts import loss_of
 from .cost import count_model_calls
-from .method import loss_of, window_plans
+from .method import window_plans
 from .policy import Policy
 from .state import State
 

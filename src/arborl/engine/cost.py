@@ -15,17 +15,8 @@ from ..core.plans import Group, Noise
 from ..core.prune import Pruning, prune
 from ..core.tree import EULER, Plan
 from ..data.prompts import split_prompts
-from .method import (
-    loss_of,
-    naming_settings,
-    noise_of,
-    pruning,
-    schedule_of,
-    shape_of,
-    usual_kernel,
-    window_of,
-    window_plans,
-)
+from .contracts import loss_of
+from .method import naming_settings, noise_of, pruning, schedule_of, shape_of, usual_kernel, window_of, window_plans
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""

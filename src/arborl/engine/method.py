@@ -1,14 +1,12 @@
 """From settings to the method: an epoch's plan, kernel, advantage and pruning; and whether they fit together."""
 
-import inspect
 import itertools
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,9 +16,8 @@ from ..config.schema import Config
 from ..core import plans
 from ..core.advantage import ADVANTAGES, advantages
 from ..core.errors import ArgumentError, InputError
-from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, Coefficients, sde_able
-from ..core.losses import LOSSES, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who
-from ..core.noise import fold, normal
+from ..core.kernels import DEFAULT_ETA, DEFAULT_KAPPA, sde_able
+from ..core.losses import EdgeLoss, LeafLoss
 from ..core.plans import Group, Noise, Shape, Splits, Window
 from ..core.prune import Pruning, prune, slide_depths
 from ..core.schedule import Schedule, window_start
@@ -30,7 +27,7 @@ from ..data.prompts import split_prompts
 from ..distributed.accelerator import Accelerator
 from ..distributed.gather import gather
 from ..models import model_class
-from ..tools.imports import import_object
+from .contracts import advantage_arguments, advantage_of, loss_of, try_advantage
 from .rollout import Epoch, Rollout
 from .score import LeafScores
 
@@ -279,106 +276,6 @@ def warnings_about(config: Config) -> list[str]:
     return [f"kernel.excess_noise: steps {steps} add more noise than the level they reach; some stays in the pictures"]
 
 
-def advantage_of(config: Config) -> Callable[..., Tensor]:
-    """A function (plan, scores, log_density, knobs by name) -> prompts × edges. A user's own is held to that."""
-    name = config.advantage.name
-    if name in ADVANTAGES:
-        return ADVANTAGES[name]
-    own = import_object("advantage.name", name, ADVANTAGES)
-    knobs = advantage_arguments(config)
-    try:
-        inspect.signature(own).bind("plan", "scores", "log_density", **knobs)
-    except (TypeError, ValueError):  # ValueError: nobody can say what it takes
-        allowed = f"(plan, scores, log_density, **knobs), the knobs being {', '.join(knobs)}"
-        raise InputError("advantage.name", name, "does not take what an advantage is given", allowed) from None
-
-    def checked(plan: Plan, scores: Tensor, log_density: Tensor, **knobs: object) -> Tensor:
-        return _checked(name, own(plan, scores, log_density, **knobs), (len(scores), plan.edges))
-
-    return checked
-
-
-def advantage_arguments(config: Config, spread: float | None = None) -> dict[str, Any]:
-    """An advantage's keyword arguments. `spread` is the standard deviation of the epoch's leaves."""
-    knobs = asdict(config.advantage)
-    del knobs["name"]
-    knobs["spread"] = {"group": None, "batch": spread, "none": 1.0}[knobs.pop("std")]
-    return knobs
-
-
-LOSS_SETTINGS = ("clip", "kl", "edge_weight")
-"""The settings of `loss` that a loss may take, by their names; what is in `loss.options` besides."""
-
-
-def loss_of(config: Config) -> EdgeLoss | LeafLoss:
-    """The configured loss, with those of the settings that its constructor names. A user's own is held to that."""
-    name, options = config.loss.name, config.loss.options
-    found = LOSSES.get(name) or import_object("loss.name", name, LOSSES)
-    if not (isinstance(found, type) and issubclass(found, EdgeLoss | LeafLoss)):
-        kinds = "arborl.core.losses.EdgeLoss or LeafLoss"
-        raise InputError("loss.name", name, "is not a subclass", f"one of {kinds}")
-    if missing := sorted(found.__abstractmethods__):
-        raise InputError("loss.name", name, f"lacks {', '.join(missing)}", "metrics and __call__")
-    takes = inspect.signature(found).parameters
-    if unknown := sorted(options.keys() - takes.keys()):
-        allowed = ", ".join(one for one in takes if one not in LOSS_SETTINGS) or "none"
-        raise InputError(f"loss.options.{unknown[0]}", options[unknown[0]], f"{name} takes no such argument", allowed)
-    given = {one: getattr(config.loss, one) for one in LOSS_SETTINGS if one in takes} | dict(options)
-    required = [one for one, argument in takes.items() if argument.default is argument.empty and one not in given]
-    if required:
-        problem = f"{name} takes it, and has no default for it"
-        raise InputError(f"loss.options.{required[0]}", None, problem, "a number, a text, true or false")
-    return found(**given)
-
-
-def check_answer(name: str, loss: EdgeLoss | LeafLoss, total: object, seen: object, edges: int) -> None:
-    """What a loss of a user's own returns is what the contract says."""
-
-    def shape(value: object) -> str:
-        return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-    if not isinstance(total, Tensor) or total.shape != ():
-        raise InputError("loss.name", name, f"returned {shape(total)} as its loss", "a scalar, the sum over edges")
-    if not isinstance(seen, dict) or set(measured := cast(dict[str, object], seen)) != set(loss.metrics):
-        found = ", ".join(map(str, cast(dict[object, object], seen))) if isinstance(seen, dict) else shape(seen)
-        raise InputError("loss.name", name, f"measured {found or 'nothing'}", ", ".join(loss.metrics) or "nothing")
-    for what, values in measured.items():
-        if not isinstance(values, Tensor) or values.shape != (edges,):
-            allowed = f"a tensor of one value an edge, here {edges}"
-            raise InputError("loss.name", name, f"returned {shape(values)} for {what}", allowed)
-
-
-def try_loss(config: Config, loss: EdgeLoss | LeafLoss, like: Tensor) -> None:
-    """Ask a user's own loss about three edges drawn by chance, of latents like these three, so that what does not keep
-    its contract is known before a run.
-    """
-    if config.loss.name in LOSSES:
-        return
-    address = torch.tensor([[number, 0, 0] for number in range(3)])
-    policy, old, reference, x, x0, noise = (
-        normal(fold(0, number), address, tuple(like.shape[1:])).to(like) for number in range(6)
-    )
-    answers: dict[Who, Tensor] = {"policy": policy.requires_grad_(), "old": old, "reference": reference}
-    answers = {who: answer for who, answer in answers.items() if who in (*loss.asks, "policy")}
-    one, advantage = like.new_ones(3), like.new_tensor([1.0, 0.0, -1.0])
-    answer: object
-    if isinstance(loss, EdgeLoss):
-        kernel = Coefficients(one, -0.1 * one, 0.3 * one)
-        answer = loss(
-            answers, EdgeBatch(x, torch.arange(3, device=like.device), x0, -one, advantage, one, kernel)
-        )
-    else:
-        prediction = schedule_of(config, config.sample.num_steps).prediction
-        answer = loss(answers, LeafBatch(x, x0, noise, 0.5 * one, 0.5 * one, advantage, prediction))
-    pair = cast(tuple[object, ...], answer)  # or anything else
-    if type(pair) is not tuple or len(pair) != 2:
-        kind = type(pair).__name__
-        raise InputError("loss.name", config.loss.name, f"returned a {kind}", "its loss, and a dict of its metrics")
-    check_answer(config.loss.name, loss, *pair, edges=3)
-    if not cast(Tensor, pair[0]).requires_grad:
-        raise InputError("loss.name", config.loss.name, "returned a loss that no gradient goes through")
-
-
 @dataclass(frozen=True)
 class Method:
     """The choices of a configuration as a run makes them: plan and kernel, advantage, pruning, loss."""
@@ -407,23 +304,3 @@ class Method:
         advantage = advantages(self._advantage, plan, total, density, config.loss.adv_clip, **knobs)
         how, among = pruning(config, plan, epoch.number), self.loss.edges(plan)
         return advantage, prune(plan, advantage, how, epoch.key, epoch.prompts.ids, among)
-
-
-def try_advantage(config: Config, plan: Plan) -> None:
-    """Ask it of two prompts with scores drawn by chance, so that what does not keep its contract is known before a
-    run.
-    """
-    address = torch.tensor([[0, 0, 0], [1, 0, 0]])
-    scores, density = (normal(fold(0, n), address, (count,)) for n, count in enumerate((len(plan.leaves), plan.edges)))
-    advantage_of(config)(plan, scores.double(), density, **advantage_arguments(config, 1.0))
-
-
-def _checked(name: str, answer: object, shape: tuple[int, int]) -> Tensor:
-    allowed = f"a float tensor of shape {shape}, prompts × edges"
-    if not isinstance(answer, Tensor):
-        raise InputError("advantage.name", name, f"returned a {type(answer).__name__}", allowed)
-    if answer.shape != shape:
-        raise InputError("advantage.name", name, f"returned shape {tuple(answer.shape)}", allowed)
-    if not answer.dtype.is_floating_point:
-        raise InputError("advantage.name", name, f"returned {answer.dtype}", allowed)
-    return answer

@@ -21,7 +21,7 @@ from ..distributed.gather import gather
 from ..models.base import Cond
 from .batches import batches, to_device
 from .checks import gradient_sizes, reached_groups, unequal_gradients
-from .method import check_answer
+from .contracts import check_answer
 from .policy import Policy
 from .rollout import Rollout
 from .state import State

@@ -38,7 +38,8 @@ from ..engine.autotune import (
     warm_up,
 )
 from ..engine.checks import format_bytes, free_disk
-from ..engine.method import Method, check_plan, try_loss, warnings_about
+from ..engine.contracts import try_loss
+from ..engine.method import Method, check_plan, warnings_about
 from ..engine.policy import Policy
 from ..engine.precompute import precompute_embeddings, texts_of_a_run
 from ..engine.state import Ema, State, trainable
@@ -106,7 +107,7 @@ def _prepare(config: Config, accelerator: Accelerator, resume: Path | None, quie
     with fail_together(accelerator):
         problems = probe(parts.policy.model, parts.rewards, parts.prompts.training, goes_on=resume is not None)
         noise = parts.policy.model.noise(fold(0, 0), torch.zeros(3, 3, dtype=torch.long, device=accelerator.device))
-        try_loss(config, parts.method.loss, noise)
+        try_loss(config, parts.method.loss, noise, parts.policy.schedule().prediction)
     messages = [*parts.messages, *parts.tune_and_warm_up()]  # now that rewards have taken what they need
     state, policy = parts.state, parts.policy
     # With what was found, so that a run which goes on does the same.
