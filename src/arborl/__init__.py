@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import load_config as load_config
     from .config import presets as presets
+    from .config import with_settings as with_settings
     from .config.schema import Config as Config
     from .core.errors import InputError as InputError
     from .core.tree import Plan as Plan
@@ -35,6 +36,7 @@ _HOMES = {
     "read_metrics": ".run.folder",
     "sketch": ".run.drawings",
     "train": ".trainer",
+    "with_settings": ".config",
     "write_report": ".report",
 }
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

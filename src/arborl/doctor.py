@@ -68,11 +68,12 @@ def examine(config: Config, run: Path | None = None, canary_seconds: float = 120
     except InputError as error:
         yield Finding("set-up", str(error), False, "nothing can be measured before that is mended")
         return
-    texts = subject.parts.prompts.training.texts[:8]
+    texts, sizes = subject.parts.prompts.training.texts[:8], subject.policy.batch_sizes.by_setting()
     for finding in subject.findings():
         yield _agreed(finding, accelerator)
     subject.release()
     if canary_seconds:
+        config = with_settings(config, sizes)  # no need to look for them again
         yield _agreed(canary(config, texts, accelerator.num_processes, canary_seconds), accelerator)
 
 
@@ -143,7 +144,7 @@ class Subject:
         address = torch.tensor([[int(i), 0, 0] for i in self.local.ids])
         advantage = normal(fold(self.config.seed, 1), address, (plan.edges,)).to("cpu")
         before = {name: local(p).detach().cpu().clone() for name, p in state.parameters.items()}
-        apart = unequal_weights(state.parameters, accelerator)
+        apart = unequal_weights(state.every_weight(), accelerator)
         keep = loss.edges(plan).expand(len(advantage), -1)
         try:
             stats = update(self.policy, state, loss, rollout, advantage, keep, updates=2)
@@ -151,7 +152,7 @@ class Subject:
             yield Finding("gradients", str(error), False, FROZEN_ADVICE)
             return
         moved = [name for name, p in state.parameters.items() if not torch.equal(local(p).detach().cpu(), before[name])]
-        drifted = [] if apart else unequal_weights(state.parameters, accelerator)
+        drifted = [] if apart else unequal_weights(state.every_weight(), accelerator)
         with torch.no_grad():
             for name, parameter in state.parameters.items():
                 local(parameter).copy_(before[name])

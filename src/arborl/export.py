@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .config.schema import Config
 from .core.errors import InputError
 from .data.prompts import Prompts
+from .engine.autotune import find_batch_sizes
 from .engine.generate import generate, noise_of_seeds
 from .engine.policy import Policy
 from .engine.precompute import precompute_embeddings
@@ -185,6 +186,7 @@ def _write(
     assert isinstance(model, PipelineModel)
     policy, module = Policy(model, config, accelerator), model.module
     policy.prepare()
+    policy.batch_sizes, _ = find_batch_sizes(config, policy, None, prompt.texts[0])
     noise = noise_of_seeds([config.seed], model.latent_shape)
 
     def picture() -> Tensor:

@@ -168,13 +168,43 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
     assert_close(one, run, ended_at=(2, 4))
 
 
+APART = """
+import os
+import torch
+from arborl.worlds.mixture import MixtureModel
+from own_losses import OldRollsOut
+
+class Apart(MixtureModel):
+    "Begins with other weights on each process."
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        with torch.no_grad():
+            for p in self.module.parameters():
+                p += 0.05 * int(os.environ.get("RANK", "0"))
+"""
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_weights_that_differ_at_first_are_the_first_processs(tmp_path: Path, how: str):
+    """Those that follow them too: an average, and an old policy that draws the rollouts."""
+    (tmp_path / "apart.py").write_text(APART)
+    settings = [*MIXTURE, *OLD, f"model.train={how}", "loss.name=apart:OldRollsOut", "model.family=apart:Apart"]
+    settings += ["train.ema_decay=0.5", "train.epochs=2"]
+    one, two = trained(1, settings, tmp_path, "one"), trained(2, settings, tmp_path, "two")
+    assert_close(one, two)
+    mine, theirs = (load_file(last_checkpoint(run) / "old.safetensors") for run in (one, two))
+    for key, weights in mine.items():
+        torch.testing.assert_close(theirs[key], weights, rtol=0, atol=1e-6)
+
+
 HELD = """
 from pathlib import Path
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 from arborl.engine.policy import Policy
 
-honest = Policy.follow_with_old
+honest = Policy.keep_beside
 
 def telling(self, parameters):
     "Notes how the old policy's weights are held."
@@ -183,7 +213,7 @@ def telling(self, parameters):
     Path(f"old-{'-'.join(kinds)}-{PartialState().process_index}").touch()
     return old
 
-Policy.follow_with_old = telling
+Policy.keep_beside = telling
 from own_losses import OldRollsOut
 """
 

@@ -15,7 +15,7 @@ from arborl.core.errors import InputError
 from arborl.core.losses import LOSSES, EdgeLoss, LeafBatch, LeafLoss, noised
 from arborl.core.noise import fold
 from arborl.core.schedule import PREDICTIONS
-from arborl.engine.contracts import loss_of
+from arborl.engine.contracts import TAKEN, loss_of
 from arborl.engine.cost import costs, count_model_calls
 from arborl.engine.method import Method, check_plan, plan_at
 from arborl.engine.rollout import Epoch
@@ -33,7 +33,10 @@ LOSS_SETTINGS = {
     "surrogate, KL, noise": ["loss.kl=0.1", "loss.edge_weight=noise"],
     "Reinforce": ["loss.name=own_losses:Reinforce"],
     "Regression": ["loss.name=own_losses:Regression"],
-    "Regression, ODE": ["loss.name=own_losses:Regression", "algo=flat", "kernel.name=ode", "sample.group_size=6"],
+    "Regression, ODE": [
+        *("loss.name=own_losses:Regression", "loss.options.keep=0.8"),
+        *("algo=flat", "kernel.name=ode", "sample.group_size=6"),
+    ],
     "OldRollsOut": ["loss.name=own_losses:OldRollsOut"],
 }
 SMALL = ["sample.num_prompts=4", "train.updates=1", "loss.kl=0"]
@@ -371,7 +374,41 @@ class Lacks(LeafLoss):
     metrics = ("one",)
 
 
-NO_LOSS = "not a loss"
+class Plain(LeafLoss):
+    """Its levels are no option."""
+
+    metrics = ("one",)
+    levels_per_leaf = 99
+
+    def __init__(self, beta: float = 1.0) -> None:
+        self.inverse = 1 / beta
+
+    def __call__(self, answers, batch):
+        loss = answers["policy"].flatten(1).mean(1)
+        return loss.sum(), {"one": loss}
+
+
+class AsksNobody(Regression):
+    asks = ("ref",)
+
+
+class AsksText(Regression):
+    asks = "old"
+
+
+class Samples(Regression):
+    sampler = "reference"
+
+
+class Takes(Regression):
+    metrics = ("error", "edges")
+
+
+class Overshoots(Regression):
+    def old_decay(self, steps):
+        return 2
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown": (["loss.name=surogate"], r"loss\.name=surogate: .*allowed: surrogate"),
     "no class": (
@@ -389,9 +426,30 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["loss.name=own_losses:Regression", "loss.options.levels_per_leaf=11"],
         r"loss\.options\.levels_per_leaf=11: 10 noise levels can be drawn; allowed: 1\.\.10",
     ),
+    "no number of levels": (
+        ["loss.name=own_losses:Regression", "loss.options.levels_per_leaf=1.5"],
+        r"loss\.options\.levels_per_leaf=1\.5: 10 noise levels can be drawn; allowed: 1\.\.10",
+    ),
+    "its own levels": (["loss.name=test_losses:Plain"], r"loss\.name=.*Plain: its levels_per_leaf is 99: .*1\.\.10"),
+    "no such option": (["loss.name=test_losses:Plain", "loss.options.gamma=1"], r"loss\.options\.gamma=1: .*: beta$"),
+    "cannot be made": (
+        ["loss.name=test_losses:Plain", "loss.options.beta=0"],
+        r"loss\.name=test_losses:Plain: cannot be made of its settings \(ZeroDivisionError: division by zero\)",
+    ),
+    "asks": (["loss.name=test_losses:AsksNobody"], r"loss\.name=.*: its asks are \('ref',\); allowed: .*reference"),
+    "asks a text": (["loss.name=test_losses:AsksText"], r"loss\.name=.*: its asks are 'old'; allowed: a tuple"),
+    "sampler": (["loss.name=test_losses:Samples"], r"loss\.name=.*: its sampler is 'reference'; allowed: policy, old"),
+    "metrics": (
+        ["loss.name=test_losses:Takes"],
+        r"loss\.name=test_losses:Takes: calls a metric edges, as every run does; try: another name",
+    ),
     "no density": (["algo=flat", "kernel.name=ode"], r"kernel\.name=ode: .*loss\.name=surrogate needs; allowed: auto"),
     "depths": (["loss.name=own_losses:Regression", "prune.depth=[2]"], r"prune\.depth=\[2\]: .*trains leaves"),
     "steps": (["loss.name=own_losses:Regression", "prune.step_fraction=0.5"], r"prune\.step_fraction=0\.5: .*leaves"),
+    "siblings of leaves": (
+        ["loss.name=own_losses:Regression", "algo=tempflow"],
+        r"advantage\.group=siblings: .* no step into a leaf has siblings; allowed: tree, prompt",
+    ),
     "siblings": (
         [
             "loss.name=own_losses:Regression",
@@ -423,6 +481,36 @@ def test_what_a_loss_returns_is_held_to_its_contract(how: str, tmp_path: Path) -
     with pytest.raises(InputError, match=text):
         train(load_config("mixture", [*settings, f"log.dir={tmp_path / 'runs'}"]))
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_old_policy_keeps_a_share_of_itself() -> None:
+    made = Bench([*SMALL, "loss.name=test_losses:Overshoots"])
+    with pytest.raises(
+        InputError, match=r"^loss\.name=test_losses:Overshoots: its old_decay is 2\.0, .*; allowed: 0\.\.1"
+    ):
+        made.update(made.advantage())
+
+
+def test_old_weights_are_in_the_model_once() -> None:
+    """Else its own would be lost. Where an average had them before, it has its own again after both have left."""
+    made = bench("OldRollsOut", "train.ema_decay=0.5", "model.train=lora", "model.lora.rank=2")
+    made.update(made.advantage())
+    own = made.weights()
+    with made.policy.acting("old"), pytest.raises(RuntimeError), made.policy.acting("old"):
+        pass
+    assert torch.equal(made.weights(), own)
+    average, old = made.state.ema.applied(), made.policy.acting("old")
+    average.__enter__()
+    old.__enter__()
+    assert not torch.equal(made.weights(), own)
+    made.state.restore()
+    assert torch.equal(made.weights(), own)
+
+
+def test_the_metrics_of_every_run_have_names_of_their_own(tmp_path: Path) -> None:
+    run = train(load_config("mixture", [*RUN, *LOSS_SETTINGS["Reinforce"], "train.epochs=1", f"log.dir={tmp_path}"]))
+    for name in timeless(run)[0].keys() - {"loss"}:
+        assert name in TAKEN or "/" in name or name.startswith(("reward", "steps")), name
 
 
 def test_settings_and_options_reach_the_constructor() -> None:

@@ -37,7 +37,7 @@ class Bench:
         parameters = trainable(self.model.module)
         train = self.config.train
         optimizer = torch.optim.AdamW(list(parameters.values()), lr=train.learning_rate)
-        old = self.policy.follow_with_old(parameters)
+        old = self.policy.keep_beside(parameters)
         self.state = State(parameters, optimizer, Ema(parameters, train.ema_decay), old)
         self.key = fold(self.config.seed, epoch)
         self.texts, self.epoch = texts, epoch

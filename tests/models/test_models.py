@@ -23,9 +23,10 @@ from arborl.data.prompts import Prompts
 from arborl.engine.checks import gradient_sizes, reached_groups
 from arborl.engine.generate import EVALUATION, generate
 from arborl.engine.policy import Policy
-from arborl.models import load_model, model_class
+from arborl.models import check_overrides, load_model, model_class
 from arborl.run.checkpoint import _seal, latest_valid
 from arborl.trainer import train
+from arborl.worlds.mixture import MixtureModel
 from bench.pipelines import build
 
 from conftest import CPU, TINY, make, make_policy, tiny_overrides
@@ -729,3 +730,31 @@ def test_a_hub_model_is_taken_from_the_cache(tmp_path: Path, monkeypatch, capsys
         main(command)
     assert stopped.value.code == 2
     assert "not whole in the hub's cache" in capsys.readouterr().err
+
+
+class Mixin(torch.nn.Module):
+    """Of somebody else, with words of its own."""
+
+    def compile(self) -> None: ...
+
+    def reference(self) -> None: ...
+
+
+def overriding(name: str) -> type:
+    return type("Own", (MixtureModel,), {name: lambda self: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("as_trained", "which is not the model's any more: arborl.engine.policy.Policy has it"),
+        ("keep_reference", "which is not the model's any more"),
+        ("compile", "which has another name now; try: compile_decoder"),
+        ("own_shift", "which has another name now; try: default_shift"),
+    ],
+)
+def test_what_a_model_of_ones_own_overrides_is_still_there(name: str, text: str) -> None:
+    """Else it would be ignored without a word. What others call so in a class beside it is theirs."""
+    with pytest.raises(InputError, match=f"^model.family=own: overrides {name}, {text}"):
+        check_overrides("own", overriding(name))
+    check_overrides("own", type("Both", (MixtureModel, Mixin), {}))

@@ -320,7 +320,7 @@ def _one_line(error: Exception, overrides: Sequence[str]) -> InputError:
     if re.search(r"[Kk]ey '\w+' (is )?not in ", text):
         known = [*(name for name, _ in knobs()), *groups()]
         if key in RENAMED:
-            return InputError(key, None, f"is called {RENAMED[key]} now")
+            return InputError(key, None, f"is called {RENAMED[key]} now", cure=RENAMED[key])
         return InputError(key, None, f"unknown key in a yaml file{nearest(key, known)}")
     reason = shortened(re.sub(r"^In .* composing config:\n", "", text).partition("\n")[0])
     value = next((o.split("=", 1)[1] for o in reversed(overrides) if o.lstrip("+").startswith(f"{key}=")), None)

@@ -65,7 +65,7 @@ def _check_value(key: str, value: object, meta: Mapping[str, Any], kind: str | N
     own = meta.get("own")  # what it names is looked for where it is used
     if meta.get("choices") and value not in meta["choices"] and not (own and ":" in str(value)):
         near, choices = nearest(str(value), meta["choices"]), ", ".join(meta["choices"])
-        raise InputError(key, value, f"no such choice{near}", choices + ", or package.module:function" * bool(own))
+        raise InputError(key, value, f"no such choice{near}", choices + (f", or package.module:{own}" if own else ""))
     if isinstance(value, str):
         if words and value not in words:
             raise InputError(key, value, "is not a known value", allowed if bounds else kind)

@@ -50,7 +50,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
 def _takes(item: dataclasses.Field[Any]) -> str:
     meta = item.metadata
     if meta["choices"]:
-        own = ["or package.module:function"] if meta["own"] else []
+        own = [f"or package.module:{meta['own']}"] if meta["own"] else []
         return ", ".join([*(f"`{choice}`" for choice in meta["choices"]), *own])
     if get_origin(item.type) is dict:
         return "number, text, true, false"

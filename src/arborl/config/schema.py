@@ -16,10 +16,10 @@ def knob(
     above: float | None = None,
     below: float | None = None,
     words: tuple[str, ...] = (),
-    own: bool = False,
+    own: str = "",
 ) -> Any:
     """A dataclass field with its sentence and its bounds: `low` and `high` are allowed, `above` and `below` are not;
-    `words` may stand in a number's place, and with `own` package.module:function in a choice's.
+    `words` may stand in a number's place, and package.module:name in a choice's, `own` being what that names.
     """
     meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below, "words": words}
     meta["own"] = own
@@ -33,7 +33,8 @@ class Settings:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__:
-            raise AttributeError(f"{type(self).__name__}.{name} is a setting, and is not written to")
+            problem = f"{type(self).__name__}.{name} is a setting, and is not written to"
+            raise AttributeError(f"{problem}; try: arborl.with_settings(config, {{...}}), which makes others")
         super().__setattr__(name, value)
 
 
@@ -184,7 +185,7 @@ class AdvantageConfig(Settings):
         "tree",
         "How leaf scores become one number per edge; package.module:function is one of your own (docs/extending.md).",
         choices=("tree", "depth", "flat"),
-        own=True,
+        own="function",
     )
     backup: str = knob(
         "softmax",
@@ -241,7 +242,7 @@ class LossConfig(Settings):
         "How edges train the model: PPO's clipped surrogate; package.module:Class is one of your own "
         "(docs/extending.md).",
         choices=("surrogate",),
-        own=True,
+        own="Class",
     )
     clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
     kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)

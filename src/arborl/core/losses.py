@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,7 +41,8 @@ class Loss(ABC):
     known there. It returns the loss *summed* over the batch's edges, a scalar, and every one of `metrics` as a tensor
     of one value an edge. The update divides by the number of edges in an optimizer step, over all micro-batches and
     ranks, so a loss may not look from one row at another: where it does, the size of micro-batches changes the result.
-    Metrics are averaged over an epoch's edges; one that is called `ratio` is what the first step's check looks at.
+    Metrics are averaged over an epoch's edges; one that is called `ratio` is what the first step's check looks at, and
+    a loss without one has no such check.
 
     Keyword arguments of the constructor are settings: `clip`, `kl` and `edge_weight` are those of `loss`, others come
     from `loss.options`. A step none of whose edges has an advantage is left out, unless `has_regularizer`. Where there
@@ -50,7 +51,7 @@ class Loss(ABC):
 
     needs_densities: ClassVar[bool]
     """Whether it takes the densities of transitions, so that edges without noise cannot be trained."""
-    sampler: ClassVar[Who] = "policy"
+    sampler: ClassVar[Literal["policy", "old"]] = "policy"
     """Who rolls out: the policy, or the old one."""
 
     @property
@@ -181,10 +182,9 @@ class LeafLoss(Loss):
         return torch.isin(plan.child, plan.leaves)
 
     def calls(self, plan: Plan) -> Calls:
-        rows = len(self.rows(plan))
-        if not 1 <= self.levels_per_leaf <= rows:
-            problem = f"{rows} noise levels can be drawn"
-            raise ArgumentError("levels_per_leaf", self.levels_per_leaf, problem, f"1..{rows}")
+        rows, levels = len(self.rows(plan)), cast(object, self.levels_per_leaf)
+        if type(levels) is not int or not 1 <= levels <= rows:
+            raise ArgumentError("levels_per_leaf", levels, f"{rows} noise levels can be drawn", f"1..{rows}")
         leaf = plan.leaves.repeat_interleave(self.levels_per_leaf)
         return Calls(leaf, leaf - plan.roots, torch.arange(len(leaf)))
 

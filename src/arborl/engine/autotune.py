@@ -166,7 +166,7 @@ def stage_call(key: str, policy: Policy, state: State | None, prompt: str) -> Ca
     predict = _predict(policy, prompt)
 
     def sampled(size: int) -> None:
-        with policy.fast_sampling():
+        with policy.acting(policy.sampler), policy.fast_sampling():
             predict(size)
 
     @torch.no_grad()

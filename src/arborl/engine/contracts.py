@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config.schema import Config
 from ..core.advantage import ADVANTAGES
-from ..core.errors import InputError
+from ..core.errors import InputError, first_line
 from ..core.kernels import Coefficients
 from ..core.losses import LOSSES, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who
 from ..core.noise import fold, normal
@@ -32,7 +32,7 @@ def advantage_of(config: Config) -> Callable[..., Tensor]:
         raise InputError("advantage.name", name, "does not take what an advantage is given", allowed) from None
 
     def checked(plan: Plan, scores: Tensor, log_density: Tensor, **knobs: object) -> Tensor:
-        return _checked(name, own(plan, scores, log_density, **knobs), (len(scores), plan.edges))
+        return _check_advantage(name, own(plan, scores, log_density, **knobs), (len(scores), plan.edges))
 
     return checked
 
@@ -54,7 +54,7 @@ def try_advantage(config: Config, plan: Plan) -> None:
     advantage_of(config)(plan, scores.double(), density, **advantage_arguments(config, 1.0))
 
 
-def _checked(name: str, answer: object, shape: tuple[int, int]) -> Tensor:
+def _check_advantage(name: str, answer: object, shape: tuple[int, int]) -> Tensor:
     allowed = f"a float tensor of shape {shape}, prompts × edges"
     if not isinstance(answer, Tensor):
         raise InputError("advantage.name", name, f"returned a {type(answer).__name__}", allowed)
@@ -69,6 +69,13 @@ LOSS_SETTINGS = ("clip", "kl", "edge_weight")
 """The settings of `loss` that a loss may take, by their names; what is in `loss.options` besides."""
 
 
+TAKEN = {
+    *("epoch", "edges", "parents", "ratio_error", "diversity", "window", "grad_norm", "step_time"),
+    *("forwards", "forward_backwards", "advantage_abs", "advantage_zero"),
+}
+"""Metrics of every epoch; and those that begin with `reward` or `steps`, or have a / in their names."""
+
+
 def loss_of(config: Config) -> EdgeLoss | LeafLoss:
     """The configured loss, with those of the settings that its constructor names. A user's own is held to that."""
     name, options = config.loss.name, config.loss.options
@@ -78,19 +85,40 @@ def loss_of(config: Config) -> EdgeLoss | LeafLoss:
         raise InputError("loss.name", name, "is not a subclass", f"one of {kinds}")
     if missing := sorted(found.__abstractmethods__):
         raise InputError("loss.name", name, f"lacks {', '.join(missing)}", "metrics and __call__")
-    takes = inspect.signature(found).parameters
-    if unknown := sorted(options.keys() - takes.keys()):
-        allowed = ", ".join(one for one in takes if one not in LOSS_SETTINGS) or "none"
+    takes = inspect.signature(found).parameters.values()
+    named = [one.name for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    unknown = [] if any(one.kind == one.VAR_KEYWORD for one in takes) else sorted(options.keys() - {*named})
+    if unknown:
+        allowed = ", ".join(one for one in named if one not in LOSS_SETTINGS) or "none"
         raise InputError(f"loss.options.{unknown[0]}", options[unknown[0]], f"{name} takes no such argument", allowed)
-    given = {one: getattr(config.loss, one) for one in LOSS_SETTINGS if one in takes} | dict(options)
-    required = [one for one, argument in takes.items() if argument.default is argument.empty and one not in given]
-    if required:
-        problem = f"{name} takes it, and has no default for it"
-        raise InputError(f"loss.options.{required[0]}", None, problem, "a number, a text, true or false")
-    return found(**given)
+    given = {one: getattr(config.loss, one) for one in LOSS_SETTINGS if one in named} | dict(options)
+    for one in takes:
+        if one.name in named and one.default is one.empty and one.name not in given:
+            problem = f"{name} takes it, and has no default for it"
+            raise InputError(f"loss.options.{one.name}", None, problem, "a number, a text, true or false")
+    try:
+        loss = found(**given)
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError("loss.name", name, f"cannot be made of its settings ({why})") from error
+    _check_loss(name, loss)
+    return loss
 
 
-def check_answer(name: str, loss: EdgeLoss | LeafLoss, total: object, seen: object, edges: int) -> None:
+def _check_loss(name: str, loss: EdgeLoss | LeafLoss) -> None:
+    """What a loss says of itself is something that there is."""
+    for what, allowed in (("metrics", "names"), ("asks", "of old, reference")):
+        values = cast(object, getattr(loss, what))
+        texts = isinstance(values, tuple) and all(isinstance(one, str) for one in cast(tuple[object, ...], values))
+        if not texts or (what == "asks" and not {*loss.asks} <= {"old", "reference"}):
+            raise InputError("loss.name", name, f"its {what} are {values!r}", f"a tuple {allowed}")
+    if loss.sampler not in ("policy", "old"):
+        raise InputError("loss.name", name, f"its sampler is {loss.sampler!r}", "policy, old")
+    if taken := [one for one in loss.metrics if one in TAKEN or "/" in one or one.startswith(("reward", "steps"))]:
+        raise InputError("loss.name", name, f"calls a metric {taken[0]}, as every run does", cure="another name")
+
+
+def check_loss_answer(name: str, loss: EdgeLoss | LeafLoss, total: object, seen: object, edges: int) -> None:
     """What a loss of a user's own returns is what the contract says."""
 
     def shape(value: object) -> str:
@@ -130,6 +158,6 @@ def try_loss(config: Config, loss: EdgeLoss | LeafLoss, like: Tensor, prediction
     if type(pair) is not tuple or len(pair) != 2:
         kind = type(pair).__name__
         raise InputError("loss.name", config.loss.name, f"returned a {kind}", "its loss, and a dict of its metrics")
-    check_answer(config.loss.name, loss, *pair, edges=3)
+    check_loss_answer(config.loss.name, loss, *pair, edges=3)
     if not cast(Tensor, pair[0]).requires_grad:
         raise InputError("loss.name", config.loss.name, "returned a loss that no gradient goes through")

@@ -49,7 +49,6 @@ SETTING_OF_ARGUMENT = {
     "kappa": "tree.split_noise_scale",
     "group.shared_noise": "sample.shared_noise",
     "max_leaves": "tree.max_leaves",
-    "levels_per_leaf": "loss.options.levels_per_leaf",
 }
 """The settings behind the arguments of the core's functions, and behind the fields of a plan's shape."""
 
@@ -258,8 +257,16 @@ def _check_loss(config: Config, loss: EdgeLoss | LeafLoss, plan: Plan) -> None:
             raise InputError("prune.depth", settings.depth, steps, "[]")
         if settings.step_fraction < 1:
             raise InputError("prune.step_fraction", settings.step_fraction, steps, "1")
-    with naming_settings():
+        if config.advantage.name == "depth" and config.advantage.group == "siblings":
+            problem = f"loss.name={name} trains leaves, and no step into a leaf has siblings"
+            raise InputError("advantage.group", "siblings", problem, "tree, prompt")
+    try:
         loss.calls(plan)
+    except ArgumentError as error:
+        is_option = error.argument in config.loss.options
+        key, value = ("loss.options." + error.argument, error.value) if is_option else ("loss.name", name)
+        problem = error.problem if is_option else f"its {error.argument} is {error.value}: {error.problem}"
+        raise InputError(key, value, problem, error.allowed) from None
 
 
 def warnings_about(config: Config) -> list[str]:

@@ -1,7 +1,7 @@
 """A model as the engine uses it: wrapped, split, compiled, called in certain sizes; and the policies beside it."""
 
 import copy
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -19,7 +19,7 @@ from ..models import Cond, Model, lora
 from ..models.activation_checkpointing import checkpoint_activations
 from ..models.compile import compile_blocks
 from .batches import BATCH_SIZE_SETTINGS, BatchSizes
-from .state import Shadow, copies_of
+from .state import Shadow, copies_of, copy_into
 
 
 class Policy:
@@ -99,15 +99,20 @@ class Policy:
                 raise RuntimeError("no loss has asked for an old policy")
             with self.old.applied():
                 yield
-        else:
+        elif who == "policy":
             yield
+        else:
+            raise ValueError(f"there is no policy called {who!r}")
 
-    def follow_with_old(self, parameters: dict[str, nn.Parameter]) -> Shadow | None:
-        """The old policy's weights, once those that are trained are where they stay; None where nobody asks for it."""
+    def keep_beside(self, parameters: dict[str, nn.Parameter]) -> Shadow | None:
+        """Begin the further policies as the one that is trained, once its weights are where they stay and the same on
+        all processes; returns the old one's weights, where somebody asks for it.
+        """
+        held = {who: trained_of(module, parameters) for who, module in self.copies.items()}
+        for weights in held.values():
+            copy_into(weights, parameters)
         if self.has_old:
-            copied = self.copies.get("old")
-            held = {name: p.detach() for name, p in copied.named_parameters()} if copied else copies_of(parameters)
-            self.old = Shadow(parameters, {name: held[name] for name in parameters})
+            self.old = Shadow(parameters, held.get("old") or copies_of(parameters))
         return self.old
 
     def bytes_beside(self) -> dict[Who, int]:
@@ -192,6 +197,11 @@ class Policy:
         merges = self.compiled and lora.is_injected(self.module) and not split
         with torch.no_grad(), lora.merged(self.module) if merges else nullcontext():
             yield
+
+
+def trained_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The weights of a copy of the module, by the names of those that are trained."""
+    return {name: p.detach() for name, p in module.named_parameters() if name in parameters}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

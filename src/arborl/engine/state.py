@@ -40,6 +40,8 @@ class Shadow:
     @contextmanager
     def applied(self) -> Generator[None]:
         """Inside, the model has these weights."""
+        if self._own is not None:
+            raise RuntimeError("the model has these weights already, and its own would be lost")
         self._own = copies_of(self.parameters)
         try:
             copy_into(self.parameters, self.weights)
@@ -101,9 +103,16 @@ class State:
 
     def restore(self) -> None:
         """Whoever's weights an interrupt has left in the model: it has its own again."""
-        self.ema.restore()
-        if self.old:
+        if self.old:  # whatever the model had when this one came, its average maybe
             self.old.restore()
+        self.ema.restore()
+
+    def every_weight(self) -> dict[str, Tensor]:
+        """The trained weights and those that follow them, by names of their own."""
+        found: dict[str, Tensor] = dict(self.parameters)
+        for name, shadow in {"ema": self.ema, "old": self.old}.items():
+            found |= {f"{name}:{key}": held for key, held in shadow.weights.items()} if shadow else {}
+        return found
 
 
 def copies_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

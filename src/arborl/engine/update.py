@@ -21,7 +21,7 @@ from ..distributed.gather import gather
 from ..models.base import Cond
 from .batches import batches, to_device
 from .checks import gradient_sizes, reached_groups, unequal_gradients
-from .contracts import check_answer
+from .contracts import check_loss_answer
 from .policy import Policy
 from .rollout import Rollout
 from .state import State
@@ -135,8 +135,15 @@ def update(
             state.nonfinite_steps += 1
         state.optimizer.zero_grad(set_to_none=True)
     if state.old and stats.steps:
-        state.old.follow(loss.old_decay(state.steps))
+        state.old.follow(_share(policy, float(loss.old_decay(state.steps))))
     return stats
+
+
+def _share(policy: Policy, keep: float) -> float:
+    if not 0 <= keep <= 1:
+        name = policy.config.loss.name
+        raise InputError("loss.name", name, f"its old_decay is {keep}, no share of what the old policy is", "0..1")
+    return keep
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
@@ -182,7 +189,7 @@ class TrainingCalls:
             x, batch = self._leaves(self.loss, trained, x, step)
             answers = self._ask(x, t, cond)
             loss, seen = self.loss({who: v[: len(batch.x)] for who, v in answers.items()}, batch)
-        check_answer(self.policy.config.loss.name, self.loss, loss, seen, len(trained.edge))
+        check_loss_answer(self.policy.config.loss.name, self.loss, loss, seen, len(trained.edge))
         stats.add(edges=len(trained.edge), parents=len(unique(trained.row)[0]))
         stats.add(**{name: values.sum() for name, values in seen.items()})
         if "ratio" in seen:

@@ -65,7 +65,8 @@ def model_class(config: Config) -> type[Model]:
 
 def check_overrides(family: str, found: type[Model]) -> None:
     """Nothing that a user's own class overrides may have another name by now."""
-    own = {name for cls in found.__mro__ if not cls.__module__.startswith("arborl.") for name in vars(cls)}
+    theirs = [cls for cls in found.__mro__ if issubclass(cls, Model) and not cls.__module__.startswith("arborl.")]
+    own = {name for cls in theirs for name in vars(cls)}
     for old in sorted(own & RENAMED.keys()):
         raise InputError("model.family", family, f"overrides {old}, which has another name now", cure=RENAMED[old])
     for old in sorted(own & MOVED):

@@ -64,7 +64,7 @@ class Guards:
 
     def check_decoder(self, rollout: Rollout) -> None:
         """Once, at a run's first epoch: does the decoder draw what it draws in full precision?"""
-        if not self.rollout_checked and rollout.prompts.num_real:
+        if rollout.prompts.num_real:
             for text in self.policy.model.check_decoder(rollout.leaves[0, :2].to(self.policy.device)):
                 self.logger.warn_once(text)
 

@@ -86,13 +86,11 @@ class Run:
         config, number = self.config, self.state.epoch
         how = split_prompts(config.sample, self.accelerator.num_processes)
         rank, every = self.accelerator.process_index, config.log.record_every
-        return Epoch(
-            number,
-            make_plan(config, self.schedule, number),
-            fold(config.seed, number),
-            local_prompts(self.train_prompts, how, rank, self.state.prompts, config.seed),
-            recorded=every > 0 and number % every == 0 and self.accelerator.is_main_process,
-        )
+        with self.logger.stage("rollout"):
+            plan = make_plan(config, self.schedule, number)
+        local = local_prompts(self.train_prompts, how, rank, self.state.prompts, config.seed)
+        recorded = every > 0 and number % every == 0 and self.accelerator.is_main_process
+        return Epoch(number, plan, fold(config.seed, number), local, recorded)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -116,8 +114,9 @@ class Run:
             fine = rollout.leaves.flatten(2).isfinite().all(2)[: rollout.prompts.num_real]
             broken = sum_ranks(float((~fine).sum()), self.accelerator)
         self._stop_if_broken(int(broken), f"the rollout of epoch {self.state.epoch}")
-        with self.stage("reward"):
-            self.guards.check_decoder(rollout)
+        if not self.guards.rollout_checked:
+            with self.stage("reward"):
+                self.guards.check_decoder(rollout)
 
     def check_scores(self, rollout: Rollout, scored: LeafScores) -> None:
         """Too many leaves without a picture or a score end the run; the first epoch's scores and densities are looked

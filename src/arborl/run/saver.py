@@ -86,7 +86,7 @@ class Saver:
 
     def _check_weights(self) -> None:
         """Ranks that have drifted apart would save one of several models."""
-        if differ := unequal_weights(self.state.parameters, self.accelerator):
+        if differ := unequal_weights(self.state.every_weight(), self.accelerator):
             self.failed = True
             problem = f"{len(differ)} of their trained weights differ, such as {differ[0]}: what is saved is of before"
             raise self.coordinator.raised_by_all(InputError("processes", self.accelerator.num_processes, problem))

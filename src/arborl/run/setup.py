@@ -257,14 +257,15 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         weight_decay=train.weight_decay,
         fused=accelerator.device.type == "cuda",
     )
-    ema, old = Ema(parameters, train.ema_decay, train.ema_every), policy.follow_with_old(parameters)
     with warnings.catch_warnings():
         # torch renames broadcast_buffers; accelerate knows the old name only.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         policy.prepare(split)
+    # From here on all processes have the first one's weights, whatever each of them has read.
+    ema, old = Ema(parameters, train.ema_decay, train.ema_every), policy.keep_beside(parameters)
     if beside := policy.bytes_beside():
         listed = ", ".join(f"{who} {format_bytes(size)}" for who, size in beside.items())
-        messages.append(f"weights of the further policies that loss.name={config.loss.name} asks: {listed}")
+        messages.append(f"weights of the further policies that loss.name={config.loss.name} asks for: {listed}")
     state = State(parameters, optimizer, ema, old, prompt_list=prompts.training.digest)
     return Assembled(policy, method, rewards, prompts, state, config, flops, messages, compiling)
 
