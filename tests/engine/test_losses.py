@@ -245,6 +245,37 @@ def test_levels_and_noise_depend_on_the_leaf_alone(levels: int, prompts: int, fi
     assert len(noise.unique(dim=0)) == len(call)
 
 
+@pytest.mark.parametrize("family", [[], ["model.family=tiny_ddim:TinyDDIM", "rewards=brightness"]])
+def test_what_is_asked_is_the_leaf_at_its_level(family: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every call: the point, the model's time there, the prompt, and the leaf's own advantage."""
+    made = Bench([*family, *LOSS_SETTINGS["Regression"], "train.batch_size=7", "train.updates=1"])
+    plan, record, advantage = made.record.plan, made.record, made.advantage()
+    asked: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+    known: list[LeafBatch] = []
+    predict, loss = made.model.predict, Regression.__call__
+    monkeypatch.setattr(made.model, "predict", lambda x, t, cond: (asked.append((x, t, cond)), predict(x, t, cond))[1])
+    monkeypatch.setattr(Regression, "__call__", lambda self, a, batch: (known.append(batch), loss(self, a, batch))[1])
+    made.update(advantage)
+    seen = set()
+    for batch, (x, t, cond) in zip(known, asked[1::2], strict=True):  # the policy is asked after the old one
+        torch.testing.assert_close(batch.x, x[: len(batch.x)])
+        rows = torch.stack([(plan.schedule.timestep - float(one)).abs().argmin() for one in t])
+        sigma = plan.schedule.sigma[rows].float()
+        torch.testing.assert_close(batch.sigma, sigma)
+        torch.testing.assert_close(batch.alpha, plan.schedule.alpha(plan.schedule.sigma[rows]).float())
+        for n in range(len(batch.x)):
+            leaves = record.leaves
+            (match,) = (leaves == batch.x0[n]).flatten(2).all(2).nonzero().tolist()
+            prompt, leaf = match
+            seen.add((prompt, leaf, int(rows[n])))
+            assert float(batch.advantage[n]) == pytest.approx(float(advantage[prompt, plan.leaves[leaf] - plan.roots]))
+            for name, tensor in cond.tensors.items():
+                assert torch.equal(tensor[n], record.cond.tensors[name][prompt])
+            expected = batch.alpha[n] * batch.x0[n] + sigma[n] * batch.noise[n]
+            torch.testing.assert_close(batch.x[n], expected)
+    assert len(seen) == 3 * record.leaves.shape[:2].numel(), "each leaf at three levels"
+
+
 def test_every_level_is_drawn_as_often() -> None:
     plan, loss = plan_at(load_config("mixture", ["algo=flat", "sample.group_size=8"])), Regression(levels_per_leaf=2)
     counts = torch.bincount(loss.levels(plan, fold(0, 0), torch.arange(600)).flatten(), minlength=10)
