@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_requests_fsdp
 from arborl.engine.state import Shadow
 from arborl.run import logger, setup
-from arborl.run.folder import claim_folder
+from arborl.run.folder import claim_folder, flat
 from arborl.run.resume import checkpoint_of, config_of, resolve_start
 from arborl.tools.files import lock
 from arborl.trainer import train
+from arborl.worlds.mixture import Steering
 
 from launching import Fork, assert_same_run, last_checkpoint, rows_of, timeless
 
@@ -117,6 +119,32 @@ def test_an_interrupt_while_the_old_policy_takes_the_models_place(tmp_path: Path
     monkeypatch.undo()
     train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
     assert_same_run(whole, tmp_path / "cut")
+
+
+def test_checkpoints_need_room_for_an_old_policy_too(tmp_path: Path, monkeypatch, capsys):
+    """A disk that holds those of the trained weights alone is warned of."""
+    settings = [*MIXTURE, "train.ema_decay=0", "train.epochs=0", "log.keep=2", f"log.dir={tmp_path}"]
+    weights = sum(4 * p.numel() for p in Steering().parameters())
+    for loss, copies in (([], 3), (["loss.name=own_losses:Regression"], 4)):
+        for short in (0, 1):
+            free = weights * (copies * 3 + 2) + 1 - short
+            monkeypatch.setattr(
+                "arborl.engine.checks.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+            )
+            train(load_config("mixture", [*settings, *loss]))
+            assert capsys.readouterr().err.count("warning: free disk") == short
+
+
+def test_one_command_that_starts_and_restarts_keeps_the_sizes_it_found(tmp_path: Path):
+    """`--resume auto` with sizes that are to be found: those that were found, so that the run is the same."""
+    sizes = ("sample.batch_size", "sample.decode_batch_size", "train.batch_size")
+    settings = [*MIXTURE, *(f"{key}=auto" for key in sizes), f"log.dir={tmp_path}", "run_name=x", "train.epochs=1"]
+    run = train(resolve_start(Path("auto"), "mixture", settings).config)
+    before, again = flat(read_config(run / "config.yaml")), resolve_start(Path("auto"), "mixture", settings)
+    assert again.resume == run
+    for key in sizes:
+        assert type(before[key]) is int
+        assert flat(again.config)[key] == before[key]
 
 
 def test_a_run_is_locked_before_it_is_read(tmp_path: Path, monkeypatch):
