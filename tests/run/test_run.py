@@ -16,7 +16,7 @@ from arborl.config import load_config, read_config, with_settings
 from arborl.core.errors import InputError
 from arborl.distributed.coordination import Coordinator
 from arborl.distributed.fsdp import launcher_requests_fsdp
-from arborl.engine.state import Shadow
+from arborl.engine.state import Ema, Shadow
 from arborl.run import logger, setup
 from arborl.run.folder import claim_folder, flat
 from arborl.run.resume import checkpoint_of, config_of, resolve_start
@@ -94,6 +94,29 @@ def test_an_interrupt_while_averaged_weights_are_in_the_model(tmp_path: Path, mo
     with pytest.raises(KeyboardInterrupt):
         train(load_config("mixture", [*settings, "run_name=cut"]))
     monkeypatch.undo()
+    train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
+    assert_same_run(whole, tmp_path / "cut")
+
+
+def test_an_interrupt_between_two_optimizer_steps_waits_for_the_epochs_end(tmp_path: Path, monkeypatch):
+    """What is saved is whole: the epoch is complete, and its line of metrics is there."""
+    settings = [*MIXTURE, "train.epochs=4", "train.updates=2", f"log.dir={tmp_path}"]
+    whole = train(load_config("mixture", [*settings, "run_name=whole"]))
+    step, seen = Ema.step, []
+
+    def interrupted(self: Ema, steps: int) -> None:
+        seen.append(steps)
+        if len(seen) == 3:  # the first of the second epoch's two
+            os.kill(os.getpid(), signal.SIGINT)
+        step(self, steps)
+
+    monkeypatch.setattr(Ema, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config("mixture", [*settings, "run_name=cut"]))
+    assert seen == [1, 2, 3, 4]
+    monkeypatch.undo()
+    assert last_checkpoint(tmp_path / "cut").name == "epoch_000002"
+    assert len(timeless(tmp_path / "cut")) == 2
     train(read_config(tmp_path / "cut" / "config.yaml"), resume=tmp_path / "cut")
     assert_same_run(whole, tmp_path / "cut")
 
