@@ -69,12 +69,12 @@ def test_micro_batches_and_padding_change_nothing(name: str, more: list[str]) ->
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Regression", "OldRollsOut", "Reinforce"])
+@pytest.mark.parametrize("name", ["OldRollsOut", "Reinforce"])
 @pytest.mark.parametrize("how", ["lora", "full"])
 def test_micro_batches_change_nothing_on_sd3(sd3_overrides: list[str], name: str, how: str) -> None:
     """With guidance, whose negative prompt goes to every policy; an old one's adapters are exchanged at each call."""
     found = []
-    for size in (1, 5, 64):
+    for size in (3, 64):
         settings = [*sd3_overrides, f"model.train={how}", "sample.guidance_scale=3", f"train.batch_size={size}"]
         made = Bench([*settings, *LOSS_SETTINGS[name]], texts=SD3_TEXTS)
         wake(made.model)
