@@ -258,6 +258,7 @@ def sd35(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row
         # With the 16 tokens of the small text encoders as many as the real ones give, 333.
         *([] if tiny else ["model.max_sequence_length=317"]),
         f"model.train={options.train}",
+        *options.set,
     ]
     name = "SD3.5-medium" + (" full" if options.train == "full" else "")
     fast = Bench(name, load_config("tree", settings(folder, "fast", *own)), peak)
@@ -355,6 +356,7 @@ def main() -> None:
         "--ways", nargs="*", default=["tree", "flat", "tail", "w6", "w8", "nodes"], help="of SD3.5-medium"
     )
     parser.add_argument("--train", default="lora", choices=("lora", "full"), help="what is trained of SD3.5-medium")
+    parser.add_argument("--set", nargs="*", default=[], help="further settings of SD3.5-medium, as key=value")
     parser.add_argument("--guidance", type=float, default=1.0, help="of SD3.5-medium")
     parser.add_argument("--tokenizer", default="", help="folder with CLIP's tokenizer; else of open_clip_torch")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this script")
