@@ -79,7 +79,6 @@ def untimed(monkeypatch):
 
 
 LOSSES = {
-    "leaves": ["loss.name=own_losses:Regression"],
     "leaves, ODE": ["loss.name=own_losses:Regression", "algo=flat", "kernel.name=ode", "sample.group_size=4"],
     "the old rolls out": ["loss.name=own_losses:OldRollsOut"],
     "edges": ["loss.name=own_losses:Reinforce"],

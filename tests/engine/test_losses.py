@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.config import load_config
@@ -224,6 +224,7 @@ def test_leaves_are_noised_as_diffusers_does_it() -> None:
     torch.testing.assert_close(noised(x0, noise, *levels), expected, rtol=1e-4, atol=1e-5)
 
 
+@settings(max_examples=25)
 @given(levels=st.integers(1, 10), prompts=st.integers(1, 4), first=st.integers(0, 9), seed=st.integers(0, 9))
 def test_levels_and_noise_depend_on_the_leaf_alone(levels: int, prompts: int, first: int, seed: int) -> None:
     """Each leaf has as many of the sampler's levels, none twice, wherever its prompt is and whoever else is there."""
