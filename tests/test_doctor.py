@@ -21,6 +21,7 @@ from arborl.data.prompts import split_prompts
 from arborl.doctor import Subject, _broken_canary, examine
 from arborl.engine.autotune import Trial, choose, describe_batches, max_rows, trials
 from arborl.engine.checks import Finding, check_pictures, check_spread, spread_of
+from arborl.run import setup
 from arborl.trainer import train
 
 from conftest import make_policy
@@ -341,6 +342,20 @@ class TestMicroBatches:
         lines = describe_batches(config, size, processes)
         counts = [int(number) for line in lines for number in re.findall(r"\d+", line)]
         assert min(counts) >= 1
+
+    def test_what_is_found_is_not_looked_for_again_by_the_canary(self, monkeypatch):
+        seen: list[object] = []
+        honest = setup.find_batch_sizes
+
+        def spy(config, *rest):
+            seen.append(config.train.batch_size)
+            return honest(config, *rest)
+
+        monkeypatch.setattr(setup, "find_batch_sizes", spy)
+        findings([*QUICK, "train.batch_size=auto"], seconds=0.5)
+        assert seen[0] == "auto"
+        assert all(type(size) is int for size in seen[1:])
+        assert len(seen) > 1
 
     def test_auto_is_found_told_and_kept(self, tmp_path: Path, capsys):
         auto = ["sample.batch_size=auto", "sample.decode_batch_size=auto", "train.batch_size=auto"]
