@@ -38,7 +38,7 @@ from .paths import CHECKPOINTS, TREES, epoch_name, epoch_of
 from .progress import ProgressBar
 from .saver import Saver
 from .summary import write_summary
-from .trees import first_tree
+from .trees import TreeFile, first_tree
 
 
 @dataclass
@@ -167,29 +167,19 @@ class Run:
             self.bar.advance(self.logger.log(epoch.number, metrics | self.evaluated))
         self.coordinator.release()
         with self.stage("record"):
-            self._keep_tree(epoch, rollout, scored, advantage, keep, stats)
+            if epoch.recorded:
+                self._keep_tree(first_tree(self.policy, epoch, rollout, scored.scores, advantage, keep, stats))
         self.guards.stop_if_nonfinite(stats, self.state.nonfinite_steps)
         with self.stage("checkpoint"):
             self.saver.save_if_due()
 
-    def _keep_tree(
-        self,
-        epoch: Epoch,
-        rollout: Rollout,
-        scored: LeafScores,
-        advantage: Float[Tensor, "prompts edges"],
-        keep: Bool[Tensor, "prompts edges"],
-        stats: Stats,
-    ) -> None:
-        """The first prompt's trees, as a file and as a drawing, where they are kept."""
-        if rollout.x0 is None or stats.ratios is None:
-            return
-        tree = first_tree(self.policy, epoch, rollout, scored.scores, advantage, keep, stats)
-        stem = self.logger.folder / TREES / epoch_name(epoch.number)
+    def _keep_tree(self, tree: TreeFile) -> None:
+        """The first prompt's trees, as a file and as a drawing."""
+        stem = self.logger.folder / TREES / epoch_name(tree.epoch)
         with self.logger.writing():
             tree.save(stem)
             draw_tree(tree, stem.with_suffix(".png"))
-        self.logger.log_pictures(TREES, epoch.number, stem.with_suffix(".png"), [tree.prompt])
+        self.logger.log_pictures(TREES, tree.epoch, stem.with_suffix(".png"), [tree.prompt])
 
     def _count(
         self, epoch: Epoch, scored: LeafScores, advantage: Float[Tensor, "prompts edges"], stats: Stats
