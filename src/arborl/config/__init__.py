@@ -78,8 +78,12 @@ def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
     chosen = [text for key, text in zip(keys, overrides, strict=True) if key in groups()]
     with _one_line_errors("--config-name", name, overrides):
         composed = _compose(name, chosen)
-        if "model.path" in given and not given.keys() & {"model", "model.family"}:
-            family = _family_at(_resolved(composed, "model.path", _parse(given["model.path"]).value()))
+        if "model.path" in given and "model" not in given:
+            if "model.family" in given:
+                family = str(_parse(given["model.family"]).value())
+                family = family if family in options("model") else composed.model.family  # one of the user's own
+            else:
+                family = _family_at(_resolved(composed, "model.path", _parse(given["model.path"]).value()))
             if family != composed.model.family:  # another kind than the preset's: with settings of its own
                 composed = _compose(name, [*chosen, f"model={family}"])
         composed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
@@ -240,7 +244,7 @@ def _bracketed(text: str) -> str:
 def _generic(key: str) -> str:
     """A key as `knobs` has it, whatever a reward or an option is called."""
     key = re.sub(r"^rewards\.[^.]+\.", "rewards.<name>.", key)
-    return re.sub(r"^loss\.options\.[^.]+$", "loss.options.<name>", key)
+    return re.sub(r"^(loss\.options|model\.call)\.[^.]+$", r"\1.<name>", key)
 
 
 def _apply(config: DictConfig, text: str) -> None:

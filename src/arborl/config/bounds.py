@@ -39,9 +39,11 @@ def check_bounds(section: Any, prefix: str = "") -> None:
         elif isinstance(value, dict):
             for name, entry in value.items():
                 check_text(key, name)
-                if not isinstance(entry, str | int | float | None):
-                    raise InputError(f"{key}.{name}", entry, "is of another kind", "a number, a text, true or false")
-                _check_value(f"{key}.{name}", entry, item.metadata, None)
+                for each in entry if isinstance(entry, list) and item.metadata.get("lists") else [entry]:
+                    if not isinstance(each, str | int | float | None):
+                        allowed = "a number, a text, true or false" + (", or a list" * bool(item.metadata.get("lists")))
+                        raise InputError(f"{key}.{name}", entry, "is of another kind", allowed)
+                    _check_value(f"{key}.{name}", each, item.metadata, None)
         else:
             for entry in value if isinstance(value, list) else [value]:
                 _check_value(key, entry, item.metadata, kind_of(item))

@@ -53,7 +53,7 @@ def _takes(item: dataclasses.Field[Any]) -> str:
         own = [f"or package.module:{meta['own']}"] if meta["own"] else []
         return ", ".join([*(f"`{choice}`" for choice in meta["choices"]), *own])
     if get_origin(item.type) is dict:
-        return "number, text, true, false"
+        return "number, text, true, false" + (", list" if meta["lists"] else "")
     kinds = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     options = (
         [kind for kind in get_args(item.type) if kind is not NoneType] if get_origin(item.type) is not list else []

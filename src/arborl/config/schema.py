@@ -17,12 +17,14 @@ def knob(
     below: float | None = None,
     words: tuple[str, ...] = (),
     own: str = "",
+    lists: bool = False,
 ) -> Any:
     """A dataclass field with its sentence and its bounds: `low` and `high` are allowed, `above` and `below` are not;
-    `words` may stand in a number's place, and package.module:name in a choice's, `own` being what that names.
+    `words` may stand in a number's place, and package.module:name in a choice's, `own` being what that names; in a
+    section of names of the user's own, `lists` too.
     """
     meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "below": below, "words": words}
-    meta["own"] = own
+    meta |= {"own": own, "lists": lists}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=meta)
     return field(default=default, metadata=meta)
@@ -49,12 +51,22 @@ class LoraConfig(Settings):
 class ModelConfig(Settings):
     family: str = knob(
         "auto",
-        "Which class drives the model: scenes, sd3, flux, wan, sd, sdxl, mixture, package.module:Class of your own, or "
-        "auto, which reads the pipeline's model_index.json.",
+        "Which class drives the model: scenes, sd3, flux, wan, sd, sdxl, mixture; pipeline for any other diffusers "
+        "pipeline, by its own loop; package.module:Class of your own; or auto, which reads the pipeline's "
+        "model_index.json.",
     )
     path: str = knob("", "Folder of a diffusers pipeline, or a hub id.")
     train: str = knob("lora", "What is trained: a low-rank adapter, or every weight.", choices=("lora", "full"))
     lora: LoraConfig = field(default_factory=LoraConfig)
+    components: list[str] = knob(
+        [], "pipeline: parts of it that are trained, such as transformer_2; empty trains all that its loop calls."
+    )
+    call: dict[str, Any] = knob(
+        {},
+        "pipeline: further arguments of its call, by their names. column:NAME takes a column of the prompt file: "
+        "pictures by their paths, relative to the file.",
+        lists=True,
+    )
     dtype: str = knob(
         "auto",
         "Precision of frozen weights; auto is bfloat16 on a GPU and float32 on a CPU.",
@@ -67,7 +79,10 @@ class ModelConfig(Settings):
         choices=("auto", "float32", "float16", "bfloat16"),
     )
     max_sequence_length: int = knob(
-        256, "Text tokens given to T5, for models that have one (SD3 without its T5 adds as many zero tokens).", low=0
+        256,
+        "Text tokens given to T5, for models that have one (SD3 without its T5 adds as many zero tokens). pipeline: 0 "
+        "leaves it to the pipeline's own call.",
+        low=0,
     )
 
 
@@ -120,7 +135,10 @@ class SampleConfig(Settings):
     )
     tail_steps: int = knob(0, "In how many steps, at most; 0 takes those of the schedule.", low=0)
     guidance_scale: float = knob(
-        1.0, "Classifier-free guidance, 1 is off; the value a guidance-distilled model (FLUX.1-dev) is given.", low=1
+        1.0,
+        "Classifier-free guidance, 1 is off; the value a guidance-distilled model (FLUX.1-dev) is given. With "
+        "model.family=pipeline what the pipeline's own call means by it: for Z-Image 0 is off.",
+        low=0,
     )
     negative_prompt: str = knob("", "What classifier-free guidance leads away from.")
     resolution: int = knob(512, "Height of the pictures in pixels, and their width where sample.width is null.", low=8)

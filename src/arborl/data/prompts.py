@@ -3,17 +3,19 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import PIL.Image
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ..config.schema import SampleConfig
-from ..core.errors import InputError, first_line
+from ..core.errors import InputError, first_line, shortened
 
 
 def _shipped(name: str) -> tuple[str, ...]:
@@ -24,6 +26,25 @@ def _shipped(name: str) -> tuple[str, ...]:
 PICTURES, HELDOUT_PICTURES = _shipped("pictures"), _shipped("pictures_heldout")
 VIDEOS, HELDOUT_VIDEOS = _shipped("videos"), _shipped("videos_heldout")
 """Lists for models that bring no prompts of their own, where no file is named."""
+
+
+class Picture(str):
+    """A picture that a prompt file names: the path to it, wherever the program runs."""
+
+    written: str
+    """As it stands in the file."""
+
+    @classmethod
+    def beside(cls, file: Path, written: str) -> "Picture":
+        """A path in a prompt file is relative to the file."""
+        found = cls((file.parent / Path(written).expanduser()).resolve())
+        found.written = written
+        return found
+
+    def open(self) -> PIL.Image.Image:
+        """The picture, in RGB."""
+        with PIL.Image.open(self) as image:
+            return image.convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -39,14 +60,72 @@ class Prompts:
     @property
     def digest(self) -> str:
         """Tells one list from another, wherever it lies."""
-        return hashlib.sha256(json.dumps([self.texts, self.columns], sort_keys=True).encode()).hexdigest()
+        columns = {name: [_as_written(value) for value in values] for name, values in self.columns.items()}
+        return hashlib.sha256(json.dumps([self.texts, columns], sort_keys=True).encode()).hexdigest()
 
     def take(self, index: Sequence[int]) -> "Prompts":
         return Prompts([self.texts[i] for i in index], {k: [v[i] for i in index] for k, v in self.columns.items()})
 
+    def followed_by(self, other: "Prompts") -> "Prompts":
+        """Both lists, with the columns that both have."""
+        shared = [name for name in self.columns if name in other.columns]
+        columns = {name: [*self.columns[name], *other.columns[name]] for name in shared}
+        return Prompts([*self.texts, *other.texts], columns)
+
     def repeat(self, times: int) -> "Prompts":
         """Each prompt `times` times in a row: one for each of its leaves."""
         return self.take([i for i in range(len(self)) for _ in range(times)])
+
+
+def _as_written(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_written(each) for each in value]
+    return value.written if isinstance(value, Picture) else value
+
+
+def with_pictures(prompts: Prompts, path: str, names: Mapping[str, bool], key: str) -> Prompts:
+    """The columns of those names, each with a value in every line; where that `is_picture`, a path or several, each of
+    which is opened once: what is missing or broken is known before a run.
+    """
+    columns = dict(prompts.columns)
+    for name, is_picture in names.items():
+        values = columns.get(name)
+        if values is None:
+            known = ", ".join(prompts.columns) or None
+            raise InputError(key, path or None, f"has no column {name!r}, which model.call names", known)
+        if None in values:
+            raise InputError(key, path, f"prompt {values.index(None) + 1} has nothing in column {name!r}")
+        if is_picture:
+            columns[name] = [_pictures(key, path, name, number, value) for number, value in enumerate(values, 1)]
+    pictures = [name for name, is_picture in names.items() if is_picture]
+    opened = {each for name in pictures for value in columns[name] for each in _each(value)}
+    with ThreadPoolExecutor() as several:
+        for problem in several.map(_problem_with, sorted(opened)):
+            if problem:
+                raise InputError(key, path, problem)
+    return Prompts(prompts.texts, columns)
+
+
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _pictures(key: str, path: str, column: str, number: int, value: Any) -> Any:
+    if not all(isinstance(each, str) and each for each in _each(value)) or value == []:
+        problem = f"prompt {number} has {shortened(repr(value), 60)} in column {column!r}"
+        raise InputError(key, path, problem, "the path of a picture, or a list of them")
+    found = [Picture.beside(Path(path), each) for each in _each(value)]
+    return found if isinstance(value, list) else found[0]
+
+
+def _problem_with(picture: Picture) -> str:
+    try:
+        picture.open()
+    except FileNotFoundError:
+        return f"there is no picture {picture.written} (at {picture})"
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:  # PIL's words for broken ones
+        return f"picture {picture.written} cannot be read ({first_line(error)})"
+    return ""
 
 
 def load_prompts(path: str, default: Sequence[str] = (), key: str = "prompts.path") -> Prompts:

@@ -6,7 +6,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..tools.imports import import_object
 from .activation_checkpointing import checkpoint_activations
-from .base import Cond, Model
+from .base import Cond, Model, parts_of
 from .source import Source
 
 __all__ = ["Cond", "Model", "family_of", "load_model", "model_class"]
@@ -19,6 +19,7 @@ FAMILIES = {
     "wan": "arborl.models.wan:WanModel",
     "sd": "arborl.models.sd:SDModel",
     "sdxl": "arborl.models.sdxl:SDXLModel",
+    "pipeline": "arborl.models.any_pipeline:AnyPipelineModel",
 }
 PIPELINES = {
     "StableDiffusion3Pipeline": "sd3",
@@ -27,7 +28,9 @@ PIPELINES = {
     "StableDiffusionPipeline": "sd",
     "StableDiffusionXLPipeline": "sdxl",
 }
-"""Which family drives a pipeline. Each has settings of its own in the group `model` under the same name."""
+"""The pipelines with a family of their own; `pipeline` drives all others. Each family has settings of its own in the
+group `model` under the same name.
+"""
 
 
 RENAMED = {
@@ -56,6 +59,7 @@ def model_class(config: Config) -> type[Model]:
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise InputError("model.family", family, "is not a subclass of arborl.models.Model")
     check_overrides(family, found)
+    found = found.of(config)
     if missing := sorted(found.__abstractmethods__):
         raise InputError(
             "model.family", family, f"lacks {', '.join(missing)}", "a class with encode, predict and decode"
@@ -76,10 +80,15 @@ def check_overrides(family: str, found: type[Model]) -> None:
 
 def family_of(path: str) -> str:
     """The family of a pipeline in a folder or on the hub, by its own index."""
-    name = Source(path).index.get("_class_name")
-    if name not in PIPELINES:
-        raise InputError("model.path", path, f"a {name} is not supported", ", ".join(PIPELINES))
-    return PIPELINES[name]
+    index = Source(path).index
+    name = index["_class_name"]
+    is_wan22 = name == "WanPipeline" and ("transformer_2" in Source(path).parts or index.get("expand_timesteps"))
+    if name in PIPELINES and not is_wan22:
+        return PIPELINES[name]
+    from .call import pipeline_class  # which knows all of diffusers, and takes its time
+
+    pipeline_class(name, path)
+    return "pipeline"
 
 
 def load_model(config: Config, device: torch.device) -> Model:
@@ -90,5 +99,6 @@ def load_model(config: Config, device: torch.device) -> Model:
         torch.manual_seed(config.seed)
         model = model_class(config)(config, device)
         model.make_trainable(config.model.train, lora.rank, lora.alpha, lora.targets)
-    checkpoint_activations(model.module, config.train.gradient_checkpointing)
+    for part in parts_of(model.module).values():
+        checkpoint_activations(part, config.train.gradient_checkpointing)
     return model

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.schedule import Schedule, shifted
+from ..core.tensors import floats
 from .pipeline import JOINT_ATTENTION, PipelineModel, latent_size, vae_factor
 from .source import Source
 
@@ -40,8 +41,14 @@ class FluxModel(PipelineModel):
 
     @classmethod
     def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
-        # The pipeline hands its scheduler an even grid from 1 to 1/steps, so shifted it is exactly ours.
-        return shifted(steps, cls.default_shift(config))
+        # The pipeline hands its scheduler an even grid from 1 to 1/steps, so shifted it is exactly ours, unless the
+        # scheduler's settings make more of it (a last level of its own, another spacing).
+        scheduler, exact = cls.ode_scheduler(config), shifted(steps, cls.default_shift(config))
+        with cls.reading_scheduler(config):
+            even = torch.linspace(1, 1 / steps, steps).tolist()
+            scheduler.set_timesteps(sigmas=even, **cls.dynamic_shift(scheduler, config))
+            found = Schedule.from_sigmas(floats(scheduler.sigmas))
+        return exact if torch.allclose(found.sigma, exact.sigma, rtol=0, atol=1e-5) else found
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)

@@ -15,17 +15,34 @@ def inject(module: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -
     from peft import LoraConfig, inject_adapter_in_model
 
     check_targets(module, targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")  # pyright: ignore[reportArgumentType]
+    # By whole names: another kind of module may end in the same word (FLUX.2's attn.to_out is a layer, and a list).
+    adapted = [name for name in linear_layers(module) if any(_ends_in(name, target) for target in targets)]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=adapted, init_lora_weights="gaussian")  # pyright: ignore[reportArgumentType]
     inject_adapter_in_model(config, module)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
 
 
+def linear_layers(module: nn.Module) -> list[str]:
+    return [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def attention_layers(module: nn.Module) -> list[str]:
+    """The linear layers of a transformer's attention, by the ends of their names: what is adapted most often."""
+    matches = (re.search(r"(?:^|\.)((?:\w*att?n\w*|\w*attention\w*)\.[\w.]+)$", name) for name in linear_layers(module))
+    found = {match[1] for match in matches if match and "norm" not in match[1]}
+    return sorted(found)
+
+
 def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
     """Every name must end that of a linear layer."""
-    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in linear)]
+    linear = linear_layers(module)
+    unmatched = [target for target in targets if not any(_ends_in(name, target) for name in linear)]
     if not targets:
         raise InputError("model.lora.targets", [], "this model names no layers to adapt", "names of its linear layers")
     if unmatched:

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import fold
 from ..core.schedule import Schedule
-from ..data.embedding_cache import Embeddings, Encode, cache_folder, fingerprint
-from ..data.prompts import HELDOUT_PICTURES, PICTURES
+from ..data.embedding_cache import Embeddings, Encode, Request, cache_folder, fingerprint
+from ..data.prompts import HELDOUT_PICTURES, PICTURES, Prompts
 from ..tools.quiet import quiet_libraries
 from . import lora
 from .base import Cond, Model
@@ -40,7 +40,7 @@ JOINT_ATTENTION = (
 """Layers of attention over text and picture, in SD3 and FLUX alike: what Flow-GRPO adapts in SD3.5."""
 
 
-class PipelineModel(Model):
+class DiffusersModel(Model):
     """A diffusers pipeline, loaded in two halves that never share memory: text encoders, then what is trained and
     the VAE.
     """
@@ -50,12 +50,6 @@ class PipelineModel(Model):
     """The name of its class in diffusers."""
     trained_component: ClassVar[str] = "transformer"
     """The part that is trained."""
-    inputs: ClassVar[Sequence[str]] = ("text", "pooled")
-    """What `encode_texts` gives, in the order in which `velocity` takes it."""
-    cfg: ClassVar[bool] = True
-    """Whether guidance means a second, unconditional half of each call."""
-    t5: ClassVar[str] = ""
-    """The part that is a T5, for pipelines whose call takes its number of tokens."""
     unused_components: ClassVar[Sequence[str]] = ()
     """Parts that are not needed even to make a picture."""
     optional_components: ClassVar[Sequence[str]] = ()
@@ -70,15 +64,6 @@ class PipelineModel(Model):
     def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         """The shape of a latent; an `InputError` for pictures that the model cannot make."""
 
-    @classmethod
-    @abstractmethod
-    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
-        """Texts by the pipeline's own text encoders."""
-
-    @abstractmethod
-    def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
-        """One call of the trained part (for a diffusion model its noise or v)."""
-
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
         self.source = self.open(config)
@@ -88,15 +73,21 @@ class PipelineModel(Model):
         self.decoder_compiled = False
         vae_dtype = config.model.vae_dtype
         self.decode_dtype = torch.float32 if vae_dtype == "auto" else getattr(torch, vae_dtype)
-        precision = dtypes(self.trained_component, config, device)
-        self.dtype = precision[self.trained_component]
-        self.pipe = self.source.load(
-            precision, lambda name: name not in self.unused_components and not (self.embedding_cache and is_text(name))
-        ).to(device)
+        trained = self.components(config)
+        precision = dtypes(trained, config, device)
+        self.dtype = precision[trained[0]]
+        away = (*self.unused_components, *(filter(is_encoder, self.source.parts) if self.embedding_cache else ()))
+        self.pipe = self.source.load(precision, lambda name: name not in away).to(device)
         for part in self.pipe.components.values():
-            if isinstance(part, torch.nn.Module):
+            if isinstance(part, nn.Module):
                 part.eval().requires_grad_(False)
-        self.module = getattr(self.pipe, self.trained_component)
+        parts = {name: getattr(self.pipe, name) for name in trained}
+        self.module = nn.ModuleDict(parts) if len(parts) > 1 else parts[trained[0]]
+
+    @classmethod
+    def components(cls, config: Config) -> list[str]:
+        """The parts that are trained."""
+        return [cls.trained_component]
 
     @classmethod
     def open(cls, config: Config, may_fetch: bool = True) -> Source:
@@ -113,7 +104,109 @@ class PipelineModel(Model):
         cls._check_settings(source, config)
         cls.latent_shape_for(source, config)
         if config.model.train == "lora":
-            lora.check_targets(cls.meta_module(source), config.model.lora.targets or cls.lora_targets)
+            module = nn.ModuleDict({part: source.skeleton_of(part) for part in cls.components(config)})
+            lora.check_targets(module, config.model.lora.targets or cls.lora_layers(module))
+
+    @classmethod
+    def _check_parts(cls, source: Source) -> None:
+        """Every part that the pipeline takes is named, and says of itself what can be."""
+        import diffusers
+
+        takes = inspect.signature(getattr(diffusers, cls.pipeline).__init__).parameters.items()
+        for name, parameter in takes:
+            may_lack = name in ("self", *cls.unused_components, *cls.optional_components)
+            if parameter.default is inspect.Parameter.empty and not may_lack:
+                source.class_name(name)
+        for part in (cls.trained_component, "vae", "scheduler"):
+            if part != "vae" or part in source.parts:  # which not every pipeline has
+                source.check_kinds(part)
+        for key in ("scaling_factor", "shift_factor") if "vae" in source.parts else ():
+            source.config("vae").check_number(key)
+
+    def compile_decoder(self) -> list[str]:
+        """Where it is convolutions all through; in float16 if it draws the same pictures in it."""
+        decoder = getattr(self.pipe.vae, "decoder", None)
+        if self.video or decoder is None:
+            return []
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            decoder.to(memory_format=torch.channels_last)
+        compile_forward(decoder)
+        self.decoder_compiled = True
+        if on_gpu and self.vae_fp16_safe and self.config.model.vae_dtype == "auto":
+            self.decode_dtype = torch.float16
+        noise = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
+        return self.check_decoder(noise)
+
+    def check_decoder(self, latents: Tensor) -> list[str]:
+        if self.decode_dtype == torch.float32 or self.config.model.vae_dtype != "auto":
+            return []
+        half, found = self.decode_dtype, self.decode(latents)
+        self.decode_dtype = torch.float32
+        with uncompiled():
+            off = (found - torch.cat([self.decode(part) for part in latents.split(1)])).abs()
+        mean, largest = float(off.mean()), float(off.max())
+        if mean <= MAX_MEAN_DIFFERENCE and largest <= MAX_PIXEL_DIFFERENCE:  # not so for what is no number
+            self.decode_dtype = half
+            return []
+        size = f"{mean:.1e} on average, {largest:.2g} at most"
+        return [f"pictures are decoded in float32 from now on: in float16 their pixels differ by {size}"]
+
+    @classmethod
+    @contextmanager
+    def reading_scheduler(cls, config: Config) -> Iterator[None]:
+        """Inside, settings of the pipeline's scheduler that cannot be used are one line."""
+        source = cls.open(config)
+        source.check_kinds("scheduler")
+        with source.reading("scheduler's settings"):
+            yield
+
+    @classmethod
+    def ode_scheduler(cls, config: Config) -> Any:
+        """The diffusers scheduler whose steps the engine's ODE takes, made from the pipeline's own settings."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        with cls.reading_scheduler(config):
+            return FlowMatchEulerDiscreteScheduler.from_config(cls.open(config).config("scheduler"))
+
+    @classmethod
+    def adjust(cls, pipe: Any, config: Config) -> None:
+        """Give a plain pipeline what of the settings its call does not take."""
+        pipe.scheduler = cls.ode_scheduler(config)
+
+    @classmethod
+    def comfyui(cls, layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        """A layer's LoRA (b·a is added to its weight) under the names that ComfyUI reads."""
+        return {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
+
+    @classmethod
+    @abstractmethod
+    def _check_settings(cls, source: Source, config: Config) -> None:
+        """Raise an `InputError` for settings that do not fit the pipeline."""
+
+    @abstractmethod
+    def plain_call(self, prompts: Prompts, seed: int, steps: int) -> dict[str, Any]:
+        """Arguments of a plain call of the pipeline for the engine's picture of a prompt."""
+
+
+class PipelineModel(DiffusersModel):
+    """A pipeline whose trained part the family calls itself."""
+
+    inputs: ClassVar[Sequence[str]] = ("text", "pooled")
+    """What `encode_texts` gives, in the order in which `velocity` takes it."""
+    cfg: ClassVar[bool] = True
+    """Whether guidance means a second, unconditional half of each call."""
+    t5: ClassVar[str] = ""
+    """The part that is a T5, for pipelines whose call takes its number of tokens."""
+
+    @classmethod
+    @abstractmethod
+    def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
+        """Texts by the pipeline's own text encoders."""
+
+    @abstractmethod
+    def velocity(self, x: Tensor, t: Tensor, *cond: Tensor) -> Tensor:
+        """One call of the trained part (for a diffusion model its noise or v)."""
 
     @classmethod
     def _check_settings(cls, source: Source, config: Config) -> None:
@@ -134,34 +227,12 @@ class PipelineModel(Model):
             raise InputError("sample.negative_prompt", config.sample.negative_prompt, problem, "an empty one")
 
     @classmethod
-    def _check_parts(cls, source: Source) -> None:
-        """Every part that the pipeline takes is named, and says of itself what can be."""
-        import diffusers
-
-        takes = inspect.signature(getattr(diffusers, cls.pipeline).__init__).parameters.items()
-        for name, parameter in takes:
-            may_lack = name in ("self", *cls.unused_components, *cls.optional_components)
-            if parameter.default is inspect.Parameter.empty and not may_lack:
-                source.class_name(name)
-        for part in (cls.trained_component, "vae", "scheduler"):
-            if part != "vae" or part in source.parts:  # which not every pipeline has
-                source.check_kinds(part)
-        for key in ("scaling_factor", "shift_factor") if "vae" in source.parts else ():
-            source.config("vae").check_number(key)
-
-    @classmethod
-    def meta_module(cls, source: Source) -> torch.nn.Module:
-        """The trained part without its weights."""
-        with torch.device("meta"), source.reading(f"{cls.trained_component}'s settings"):
-            return source.class_of(cls.trained_component).from_config(source.config(cls.trained_component))
-
-    @classmethod
     def embeddings(cls, config: Config, device: torch.device) -> Embeddings | None:
         if config.prompts.cache == "none":
             return None
         source = cls.open(config)
         files = [file for part in source.parts if is_text(part) for file in (source.folder / part).glob("*")]
-        precision = dtypes(cls.trained_component, config, device)["default"]
+        precision = dtypes((), config, device)["default"]
         with source.reading("text encoders"):
             encoders = fingerprint([file for file in files if file.is_file()], source.folder)
         settings = {
@@ -224,52 +295,6 @@ class PipelineModel(Model):
         shift = vae.config.shift_factor or 0.0
         return vae.decode(latents / vae.config.scaling_factor + shift, return_dict=False)[0]
 
-    def compile_decoder(self) -> list[str]:
-        """Where it is convolutions all through; in float16 if it draws the same pictures in it."""
-        decoder = getattr(self.pipe.vae, "decoder", None)
-        if self.video or decoder is None:
-            return []
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            decoder.to(memory_format=torch.channels_last)
-        compile_forward(decoder)
-        self.decoder_compiled = True
-        if on_gpu and self.vae_fp16_safe and self.config.model.vae_dtype == "auto":
-            self.decode_dtype = torch.float16
-        noise = self.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0]], device=self.device))
-        return self.check_decoder(noise)
-
-    def check_decoder(self, latents: Tensor) -> list[str]:
-        if self.decode_dtype == torch.float32 or self.config.model.vae_dtype != "auto":
-            return []
-        half, found = self.decode_dtype, self.decode(latents)
-        self.decode_dtype = torch.float32
-        with uncompiled():
-            off = (found - torch.cat([self.decode(part) for part in latents.split(1)])).abs()
-        mean, largest = float(off.mean()), float(off.max())
-        if mean <= MAX_MEAN_DIFFERENCE and largest <= MAX_PIXEL_DIFFERENCE:  # not so for what is no number
-            self.decode_dtype = half
-            return []
-        size = f"{mean:.1e} on average, {largest:.2g} at most"
-        return [f"pictures are decoded in float32 from now on: in float16 their pixels differ by {size}"]
-
-    @classmethod
-    @contextmanager
-    def reading_scheduler(cls, config: Config) -> Iterator[None]:
-        """Inside, settings of the pipeline's scheduler that cannot be used are one line."""
-        source = cls.open(config)
-        source.check_kinds("scheduler")
-        with source.reading("scheduler's settings"):
-            yield
-
-    @classmethod
-    def ode_scheduler(cls, config: Config) -> Any:
-        """The diffusers scheduler whose steps the engine's ODE takes, made from the pipeline's own settings."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        with cls.reading_scheduler(config):
-            return FlowMatchEulerDiscreteScheduler.from_config(cls.open(config).config("scheduler"))
-
     @classmethod
     def pipeline_schedule(cls, config: Config, steps: int) -> Schedule:
         scheduler = cls.ode_scheduler(config)
@@ -305,14 +330,14 @@ class PipelineModel(Model):
         *_, height, width = cls.latent_shape_for(cls.open(config), config)
         return (height // 2) * (width // 2)
 
-    @classmethod
-    def comfyui(cls, layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-        """A layer's LoRA (b·a is added to its weight) under the names that ComfyUI reads."""
-        return {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
-
     def as_pipeline_latents(self, latents: Tensor) -> Tensor:
         """Latents as the pipeline's own call takes them."""
         return latents
+
+    def plain_call(self, prompts: Prompts, seed: int, steps: int) -> dict[str, Any]:
+        """Arguments of a plain call of the pipeline for the engine's picture of a prompt."""
+        noise = self.as_pipeline_latents(self.noise_of_seed(seed))
+        return {"prompt": prompts.texts, "latents": noise, "num_inference_steps": steps} | self.call_options()
 
     def call_options(self) -> dict[str, Any]:
         """Arguments, besides prompt, noise and steps, of a plain call of the pipeline for the engine's picture."""
@@ -330,26 +355,37 @@ def is_text(part: str) -> bool:
     return part.startswith(("text_encoder", "tokenizer"))
 
 
+def is_encoder(part: str) -> bool:
+    """Whether a part encodes what the model is given, and is not needed once that is kept."""
+    return is_text(part) or part.startswith(("image_encoder", "image_processor", "feature_extractor", "processor"))
+
+
 @contextmanager
 def _text_encoders(family: type[PipelineModel], config: Config, device: torch.device) -> Iterator[Encode]:
     """The text encoders alone, on the device, for as long as they are needed."""
-    source, loaded = family.open(config), []
-    shape = {
-        family.trained_component: family.meta_module(source)
-    }  # an encoder may ask for its sizes, never for its weights
-    precision = dtypes(family.trained_component, config, device)
-    pipe = source.load(precision, lambda name: is_text(name) or name == "scheduler", **shape)
-    for name in source.parts:
-        if is_text(name) and isinstance(part := getattr(pipe, name), torch.nn.Module):
-            loaded.append(part.eval().requires_grad_(False).to(device))
+    source, part = family.open(config), family.trained_component
+    given = {part: source.skeleton_of(part)}  # an encoder may ask for its sizes, never for its weights
+    pipe = source.load(dtypes((), config, device), lambda name: is_text(name) or name == "scheduler", **given)
 
     @torch.no_grad()
-    def encode(texts: Sequence[str]) -> dict[str, Tensor]:
+    def encode(requests: Sequence[Request]) -> list[dict[str, Tensor]]:
         with quiet_libraries():  # they print every long prompt's end, which CLIP never sees and T5 does
-            return family.encode_texts(pipe, list(texts), config, device)
+            found = family.encode_texts(pipe, [each.text for each in requests], config, device)
+        return [{name: values[row] for name, values in found.items()} for row in range(len(requests))]
 
-    try:
+    with released(pipe, device):
         yield encode
+
+
+@contextmanager
+def released(pipe: Any, device: torch.device) -> Iterator[None]:
+    """Inside, the parts of a pipeline are on the device, those that have weights at all; then their memory is free."""
+    modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    loaded = [part for part in modules if not any(p.is_meta for p in part.parameters())]
+    try:
+        for part in loaded:
+            part.eval().requires_grad_(False).to(device)
+        yield
     finally:
         for part in loaded:  # whoever still holds the pipeline holds no weights
             part.to("meta")
@@ -382,7 +418,7 @@ def vae_factor(source: Source) -> int:
     return 2 ** (len(vae.wholes("block_out_channels")) - 1)
 
 
-def dtypes(part: str, config: Config, device: torch.device) -> dict[str, torch.dtype]:
+def dtypes(parts: Sequence[str], config: Config, device: torch.device) -> dict[str, torch.dtype]:
     """The precision to load each part of a pipeline in.
 
     The VAE's weights stay in float32, whatever they are used in (`model.vae_dtype`); so do weights that are trained:
@@ -391,4 +427,4 @@ def dtypes(part: str, config: Config, device: torch.device) -> dict[str, torch.d
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     frozen = auto if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     trained = torch.float32 if config.model.train == "full" else frozen
-    return {"default": frozen, part: trained, "vae": torch.float32}
+    return {"default": frozen, **dict.fromkeys(parts, trained), "vae": torch.float32}

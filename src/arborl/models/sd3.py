@@ -26,6 +26,13 @@ class SD3Model(PipelineModel):
         return (shape.whole("in_channels"), *latent_size(config, factor, patch, largest))
 
     @classmethod
+    def tokens(cls, config: Config) -> int:
+        source = cls.open(config)
+        *_, height, width = cls.latent_shape_for(source, config)
+        patch = source.config("transformer").whole("patch_size")
+        return (height // patch) * (width // patch)
+
+    @classmethod
     def encode_texts(cls, pipe: Any, texts: list[str], config: Config, device: torch.device) -> dict[str, Tensor]:
         text, _, pooled, _ = pipe.encode_prompt(
             texts,

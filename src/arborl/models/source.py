@@ -139,6 +139,44 @@ class Source:
                 problem = f"its {part} says {name}={_shown(config[name])}"
                 raise InputError("model.path", self.path, problem, f"such as {parameter.default}" if known else None)
 
+    def skeleton_of(self, part: str) -> Any:
+        """One of diffusers' own parts without its weights."""
+        with torch.device("meta"), self.reading(f"{part}'s settings"):
+            return self.class_of(part).from_config(self.config(part))
+
+    def skeleton(self) -> Any:
+        """Its diffusers pipeline without any weights; parts of other libraries, which only encode, are None."""
+        import diffusers
+
+        cls = getattr(diffusers, self.index["_class_name"])
+        takes = inspect.signature(cls.__init__).parameters
+        given = {name: value for name, value in self.index.items() if name in takes and not isinstance(value, list)}
+        for name, parameter in takes.items():
+            if name in self.parts and self.index[name][0] == "diffusers":
+                given[name] = self._settings_only(name)
+            elif name not in (*given, "self") and (name in self.index or parameter.default is parameter.empty):
+                given[name] = None
+        return cls(**given)
+
+    def _settings_only(self, part: str) -> Any:
+        import diffusers
+
+        found = getattr(diffusers, self.class_name(part), None)
+        file = getattr(found, "config_name", None)
+        if isinstance(found, type) and not issubclass(found, torch.nn.Module) and file not in (None, "config.json"):
+            return found.from_config(self.read(f"{part}/{file}"))  # pyright: ignore[reportAttributeAccessIssue]
+        return self.skeleton_of(part)
+
+    def check_no_code(self) -> None:
+        """A pipeline or a part that is code in the model's folder is never run."""
+        import diffusers
+
+        for part in self.parts:
+            library = self.index[part][0]
+            if library not in ("diffusers", "transformers") and not hasattr(diffusers.pipelines, library):
+                problem = f"its {part} is code of its own ({library}), and no code from a model's folder is run"
+                raise InputError("model.path", self.path, problem, "parts of diffusers and transformers")
+
     @contextmanager
     def reading(self, what: str = "settings") -> Iterator[None]:
         """Inside, what libraries raise over a broken pipeline is one line."""
@@ -169,6 +207,7 @@ class Source:
 
     def load(self, dtypes: Mapping[str, torch.dtype], wanted: Callable[[str], bool], **given: Any) -> Any:
         """Its diffusers pipeline, with the parts that are wanted; others are None, or what is `given` for them."""
+        self.check_no_code()
         parts = [name for name, kind in self.index.items() if _is_part(kind) or kind == [None, None]]
         used = [name for name in self.parts if wanted(name) and name not in given]
         if lacking := [name for name in used if not (self.folder / name).is_dir()]:

@@ -43,8 +43,8 @@ class WanModel(PipelineModel):
     @classmethod
     def latent_shape_for(cls, source: Source, config: Config) -> tuple[int, ...]:
         if "transformer_2" in source.parts or source.index.get("expand_timesteps"):
-            problem = "Wan2.2's two experts and per-token timesteps are not supported"
-            raise InputError("model.path", source.path, problem, "a Wan2.1 text-to-video pipeline")
+            problem = "Wan2.2's two experts and per-token timesteps are not this family's"
+            raise InputError("model.path", source.path, problem, cure="model.family=pipeline")
         shape, vae = source.config("transformer"), source.config("vae")
         stride, frames = vae.whole("scale_factor_temporal", 4), config.sample.num_frames
         if (frames - 1) % stride:
