@@ -104,7 +104,7 @@ class Subject:
         self.local: LocalPrompts = local_prompts(
             self.parts.prompts.training, how, accelerator.process_index, 0, config.seed
         )
-        self.cond = self.policy.encode(self.local.prompts.texts)
+        self.cond = self.policy.encode(self.local.prompts)
         self.schedule = self.policy.schedule()
         self.seconds: dict[str, float] = {}  # a row of each stage takes
         self.peak = 0  # bytes at the worst
@@ -159,13 +159,16 @@ class Subject:
         state.optimizer.state.clear()
         if state.old:
             state.old.follow(0.0)
-        missed = [name for name, found in stats.reached.items() if not found]
+        unasked = checks.unasked_parts(stats.reached, [*self.policy.parts])
+        missed = [name for name, found in stats.reached.items() if not found and name.split(".")[0] not in unasked]
+        reached = sum(stats.reached.values())
         moved_anywhere = int(max_rank(len(moved), accelerator))
         yield Finding(
             "gradients",
-            f"reached {len(stats.reached) - len(missed)} of {len(stats.reached)} groups of trained weights, norm "
+            f"reached {reached} of {len(stats.reached)} groups of trained weights, norm "
             f"{stats.grad_norm:.2g}; two steps moved {moved_anywhere} of {len(before)} tensors"
             + (f"; not reached: {', '.join(missed[:4])}" if missed else "")
+            + (f"; not asked at these noise levels: {', '.join(unasked)}" if unasked else "")
             + (f"; {stats.nonfinite} steps were not finite" if stats.nonfinite else ""),
             not missed and moved_anywhere > 0 and not stats.nonfinite and math.isfinite(stats.grad_norm),
             FROZEN_ADVICE if not stats.nonfinite else "a gradient is not finite: try train.mixed_precision=no",
@@ -187,8 +190,9 @@ class Subject:
     def pictures(self, rollout: Rollout) -> tuple[tuple[Tensor, Prompts], Finding]:
         """A few leaves of every prompt, decoded, with their prompts."""
         leaves = rollout.leaves[:, : max(2, 8 // PROMPTS_PER_PROCESS)]
-        made, finding = checks.check_pictures(self.policy, leaves.flatten(0, 1))
-        return (made, self.local.prompts.repeat(leaves.shape[1])), finding
+        prompts = self.local.prompts.repeat(leaves.shape[1])
+        made, finding = checks.check_pictures(self.policy, leaves.flatten(0, 1), prompts)
+        return (made, prompts), finding
 
     def spread(self, rollout: Rollout) -> Finding:
         """The spread of the leaves' scores, with the window at some of its places."""
@@ -214,7 +218,7 @@ class Subject:
         config, accelerator = self.config, self.accelerator
         self.peak = peak_memory(self.device)  # of all that was done so far, in the configured micro-batches
         most = max_rows(config, accelerator.num_processes)
-        prompt = self.local.prompts.texts[0]
+        prompt = self.local.prompts.take([0])
         total = available_memory(self.device)
         for key in ("sample.batch_size", "train.batch_size"):
             size = self.policy.batch_sizes.by_setting()[key]

@@ -5,8 +5,9 @@ import gc
 import hashlib
 import itertools
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 
 from .config.schema import Config
 from .core.errors import InputError
-from .data.prompts import Prompts
 from .engine.autotune import find_batch_sizes
 from .engine.generate import generate, noise_of_seeds
 from .engine.policy import Policy
 from .engine.precompute import precompute_embeddings
 from .engine.state import trainable
 from .models import load_model, lora, model_class
-from .models.pipeline import PipelineModel
+from .models.base import parts_of
+from .models.pipeline import DiffusersModel
 from .models.source import Source
 from .run.checkpoint import Weights, load_weights, weights_file
 from .run.resume import weights_of
@@ -33,6 +34,8 @@ from .run.setup import start_accelerator
 from .tools.files import as_text, kind_of, remove_abandoned, scratch
 from .tools.quiet import quiet_libraries
 
+Layers = dict[str, tuple[Tensor, Tensor]]
+"""A LoRA's two matrices, by the layer they are added to."""
 DIFFUSERS, COMFYUI = "pytorch_lora_weights.safetensors", "comfyui.safetensors"
 
 
@@ -66,8 +69,10 @@ def export(
     A LoRA as diffusers and as ComfyUI name its layers; with `merge`, or after a full fine-tune, the pipeline. Returns
     what to tell of it.
     """
+    import diffusers
+
     family = model_class(config)
-    if not issubclass(family, PipelineModel):
+    if not issubclass(family, DiffusersModel):
         problem = "its model is no diffusers pipeline, so there is none to export"
         raise InputError("run", run, problem)
     to = to.resolve()
@@ -95,7 +100,8 @@ def export(
             shutil.copymode(aside / "export.json", file)  # safetensors makes files that nobody else may read
         _put(aside, to)
     which = f"{'the average of the weights' if stem == 'ema' else 'the weights'} of {checkpoint.name}"
-    what = f"all {len(trained.layers)} layers are" if trained.layers else f"all {len(trained.digests)} weights are"
+    layers, weights_written = (sum(map(len, found.values())) for found in (trained.layers, trained.digests))
+    what = f"all {layers} layers are" if layers else f"all {weights_written} weights are"
     checked = (
         f"checked with plain diffusers: {what} there, and seed {check.seed} gives the trainer's own picture of "
         f"“{check.prompt}” (pixels off by {check.mean:.1e} on average and {check.largest:.1e} at most; from the "
@@ -104,7 +110,14 @@ def export(
     if not trained.layers:
         return [f"{to}: {which}, in a {family.pipeline} for from_pretrained", checked]
     comfyui = f"{to / COMFYUI}: the same under the names ComfyUI reads"
-    return [f"{to}: {which}, a LoRA for {family.pipeline}.load_lora_weights", comfyui, checked]
+    loader = f"{family.pipeline}.load_lora_weights"
+    if not hasattr(getattr(diffusers, family.pipeline), "load_lora_weights"):
+        loader = f"{family.pipeline}'s {next(iter(trained.layers))}.load_lora_adapter"
+    found = [f"{to}: {which}, a LoRA for {loader}", comfyui]
+    for part in list(trained.layers)[1:]:
+        plain, _ = lora_files(part, first=False)
+        found.append(f"{to / plain}: that of {part}, for load_lora_weights(…, load_into_{part}=True)")
+    return [*found, checked]
 
 
 def _taken(to: Path) -> InputError:
@@ -141,8 +154,8 @@ class Trained:
     same picture.
     """
 
-    layers: dict[str, tuple[Tensor, Tensor]]  # of the LoRA that was written; none where a pipeline was
-    digests: dict[str, str]  # of the pipeline's trained part
+    layers: dict[str, Layers]  # of each part's LoRA that was written; none where a pipeline was
+    digests: dict[str, dict[str, str]]  # of the pipeline's trained parts
     prompt: str
     seed: int
     picture: Tensor
@@ -152,22 +165,24 @@ class Trained:
     dtype: torch.dtype
     rounded: bool  # to bfloat16, in memory, in arithmetic or in what was written
 
-    def missing(self, module: nn.Module) -> list[str]:
-        """Names of weights that a plain pipeline's module does not have as they were written.
+    def missing(self, pipe: Any) -> list[str]:
+        """Names of weights that a plain pipeline does not have as they were written.
 
         A picture alone could not tell, where little was learnt or much is rounded.
         """
-        if self.digests:
-            found = _digests(module)
-            return [name for name, digest in self.digests.items() if found.get(name) != digest]
-        there = lora.matrices(module)
+        lost: list[str] = []
+        for part, digests in self.digests.items():
+            found = _digests(getattr(pipe, part))
+            lost += [f"{part}.{name}" for name, digest in digests.items() if found.get(name) != digest]
+        for part, layers in self.layers.items():
+            there = lora.matrices(getattr(pipe, part))
 
-        def arrived(layer: str, pair: tuple[Tensor, Tensor]) -> bool:
-            return layer in there and all(
-                torch.equal(a, b.to(a.dtype)) for a, b in zip(there[layer], pair, strict=True)
-            )
+            def arrived(layer: str, pair: tuple[Tensor, Tensor], there: Layers = there) -> bool:
+                own = there.get(layer)
+                return own is not None and all(torch.equal(a, b.to(a.dtype)) for a, b in zip(own, pair, strict=True))
 
-        return [layer for layer, pair in self.layers.items() if not arrived(layer, pair)]
+            lost += [f"{part}.{layer}" for layer, pair in layers.items() if not arrived(layer, pair)]
+        return lost
 
     def compare(self, found: Tensor) -> Check:
         off = (found.float().cpu() - self.picture).abs()
@@ -176,42 +191,45 @@ class Trained:
 
 
 def _write(
-    family: type[PipelineModel], config: Config, weights: Weights, folder: Path, dtype: torch.dtype, merge: bool
+    family: type[DiffusersModel], config: Config, weights: Weights, folder: Path, dtype: torch.dtype, merge: bool
 ) -> Trained:
     """Load the trainer's model, draw its picture, and write its weights."""
     accelerator = start_accelerator(config, together=False)
-    prompt = Prompts([family.heldout_prompts[0]], {})  # a run's own file may have stayed elsewhere
-    precompute_embeddings(config, prompt.texts, accelerator)
+    prompt = family.example_prompts(config)  # a run's own file may have stayed elsewhere
+    precompute_embeddings(config, prompt, accelerator)
     model = load_model(config, accelerator.device)
-    assert isinstance(model, PipelineModel)
+    assert isinstance(model, DiffusersModel)
     policy, module = Policy(model, config, accelerator), model.module
     policy.prepare()
-    policy.batch_sizes, _ = find_batch_sizes(config, policy, None, prompt.texts[0])
-    noise = noise_of_seeds([config.seed], model.latent_shape)
+    policy.batch_sizes, _ = find_batch_sizes(config, policy, None, prompt)
+    policy.encode(prompt)
+    noise = noise_of_seeds(policy, [config.seed])
 
     def picture() -> Tensor:
         leaves = generate(policy, prompt, torch.zeros(1, dtype=torch.long), noise)
-        return model.decode(leaves[:, 0]).float().cpu()
+        return model.decode_for(leaves[:, 0], prompt).float().cpu()
 
     base_picture = picture()
     load_weights(trainable(module), weights)
     own_picture = picture()
     adapted = lora.is_injected(module)
-    layers, digests = {}, {}
-    if adapted:
-        layers = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in lora.matrices(module).items()}
-    if adapted and not merge:
-        _write_lora(family, layers, folder)
-    else:
-        whole = _merged(model.source, family.trained_component, layers) if adapted else module
-        _round(whole, dtype)
-        whole.save_pretrained(folder / family.trained_component)  # pyright: ignore[reportCallIssue]
-        layers, digests = {}, _digests(whole)
-        _copy_parts(model.source, folder, family.trained_component)
+    layers: dict[str, Layers] = {}
+    digests: dict[str, dict[str, str]] = {}
+    for part, own in zip(family.components(config), parts_of(module).values(), strict=True):
+        if adapted:
+            layers[part] = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in lora.matrices(own).items()}
+        if adapted and not merge:
+            _write_lora(family, part, layers[part], folder, first=len(layers) == 1)
+        else:
+            whole = _merged(model.source, part, layers.pop(part)) if adapted else own
+            _round(whole, dtype)
+            whole.save_pretrained(folder / part)  # pyright: ignore[reportCallIssue]
+            digests[part] = _digests(whole)
+    if digests:
+        _copy_parts(model.source, folder, list(digests))
     accelerator.free_memory()
     steps = config.eval.num_steps or config.sample.num_steps
-    call = {"prompt": prompt.texts, "latents": model.as_pipeline_latents(noise[0]), "num_inference_steps": steps}
-    call |= model.call_options()
+    call = model.plain_call(prompt, config.seed, steps)
     rounded = torch.bfloat16 in (model.dtype, dtype) or accelerator.mixed_precision != "no"
     return Trained(
         layers,
@@ -227,16 +245,19 @@ def _write(
     )
 
 
-def _check(family: type[PipelineModel], config: Config, folder: Path, trained: Trained, to: Path) -> Check:
-    """Load what was written as a user will, with nothing of ours in it but the scheduler's settings, and compare."""
+def _check(family: type[DiffusersModel], config: Config, folder: Path, trained: Trained, to: Path) -> Check:
+    """Load what was written as a user will, with nothing of ours in it but the settings, and compare."""
     source = Source(str(folder)) if not trained.layers else family.open(config)
     pipe = source.load({"default": trained.dtype}, lambda name: name not in family.unused_components)
     with quiet_libraries():  # they tell at length which parts a LoRA has nothing for
         if trained.layers:
-            pipe.load_lora_weights(folder, weight_name=DIFFUSERS)
-        lost = trained.missing(getattr(pipe, family.trained_component))
-        pipe.scheduler = family.ode_scheduler(config)
-        call = trained.call | {"latents": trained.call["latents"].to(trained.device, trained.dtype)}
+            for number, part in enumerate(trained.layers):
+                _load_lora(pipe, part, folder, first=number == 0)
+        lost = trained.missing(pipe)
+        family.adjust(pipe, config)
+        call = trained.call
+        if "latents" in call:
+            call = call | {"latents": call["latents"].to(trained.device, trained.dtype)}
         if trained.device.type == "cuda":
             pipe.enable_model_cpu_offload(device=trained.device)  # its parts in turn: T5 alone is 19 GB in float32
         check = trained.compare(pipe(**call, output_type="pt", return_dict=False)[0])
@@ -275,7 +296,12 @@ def _weights(checkpoint: Path, average: bool | None) -> Path:
     return file
 
 
-def _write_lora(family: type[PipelineModel], layers: dict[str, tuple[Tensor, Tensor]], folder: Path) -> None:
+def lora_files(part: str, first: bool) -> tuple[str, str]:
+    """Names of a part's files for diffusers and for ComfyUI."""
+    return (DIFFUSERS, COMFYUI) if first else (f"{part}_{DIFFUSERS}", f"{part}_{COMFYUI}")
+
+
+def _write_lora(family: type[DiffusersModel], part: str, layers: Layers, folder: Path, first: bool) -> None:
     """As diffusers names its layers, and as ComfyUI does.
 
     The scale is in the matrices, so alpha is the rank, which every loader takes where a file does not say otherwise.
@@ -285,21 +311,37 @@ def _write_lora(family: type[PipelineModel], layers: dict[str, tuple[Tensor, Ten
     named = {
         f"{layer}.lora_{half}.weight": m for layer, pair in layers.items() for half, m in zip("AB", pair, strict=True)
     }
-    getattr(diffusers, family.pipeline).save_lora_weights(folder, **{f"{family.trained_component}_lora_layers": named})
+    cls, (plain, comfyui) = getattr(diffusers, family.pipeline), lora_files(part, first)
+    prefix = re.sub(r"_\d+$", "", part)  # a second transformer's file is made like the first one's
+    if hasattr(cls, "save_lora_weights"):
+        cls.save_lora_weights(folder, weight_name=plain, **{f"{prefix}_lora_layers": named})
+    else:
+        save_file({f"{prefix}.{name}": matrix for name, matrix in named.items()}, folder / plain)
     save_file(
-        {k: t for layer, (a, b) in layers.items() for k, t in family.comfyui(layer, a, b).items()}, folder / COMFYUI
+        {k: t for layer, (a, b) in layers.items() for k, t in family.comfyui(layer, a, b).items()}, folder / comfyui
     )
 
 
-def _copy_parts(source: Source, folder: Path, but: str) -> None:
-    """The pipeline as it is, but for the part that was trained."""
+def _load_lora(pipe: Any, part: str, folder: Path, first: bool) -> None:
+    """As the message says that it is loaded."""
+    name, _ = lora_files(part, first)
+    if not hasattr(pipe, "load_lora_weights"):
+        getattr(pipe, part).load_lora_adapter(folder, weight_name=name, prefix=re.sub(r"_\d+$", "", part))
+    elif part == "transformer_2":
+        pipe.load_lora_weights(folder, weight_name=name, load_into_transformer_2=True)
+    else:
+        pipe.load_lora_weights(folder, weight_name=name)
+
+
+def _copy_parts(source: Source, folder: Path, but: Sequence[str]) -> None:
+    """The pipeline as it is, but for the parts that were trained."""
     for part in source.parts:
-        if part != but and (source.folder / part).is_dir():
+        if part not in but and (source.folder / part).is_dir():
             shutil.copytree(source.folder / part, folder / part)
     shutil.copy(source.folder / "model_index.json", folder / "model_index.json")
 
 
-def _merged(source: Source, part: str, layers: dict[str, tuple[Tensor, Tensor]]) -> nn.Module:
+def _merged(source: Source, part: str, layers: Layers) -> nn.Module:
     """The trained part as it was before training, with a LoRA added to its weights."""
     module: nn.Module = getattr(source.load({"default": torch.float32}, lambda name: name in (part, "scheduler")), part)
     for layer, (a, b) in layers.items():

@@ -10,12 +10,13 @@ import torch
 
 from .config.schema import Config
 from .core.errors import InputError
-from .data.prompts import Prompts, load_prompts
+from .core.tensors import ints
+from .data.prompts import Prompts
 from .engine.generate import generate, noise_of_seeds
 from .engine.score import as_bytes, middle_frames
 from .models import model_class
 from .run.drawings import save_picture, sheet
-from .run.inputs import evaluation_prompts
+from .run.inputs import evaluation_prompts, prompts_for
 from .run.resume import load_for_inference
 from .tools.files import kind_of, remove_abandoned, write_atomically
 from .tools.finite_json import finite_json
@@ -37,12 +38,16 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
     Picture i starts from the noise that diffusers draws with seed + i. Pictures that earlier calls made in the folder,
     which its index.jsonl names, may be replaced; any other file that is in the way is an error.
     """
-    model_class(config).check(config, may_fetch=True)
+    family = model_class(config)
+    family.check(config, may_fetch=True)
+    if texts and (columns := family.columns(config)):
+        problem = f"this model takes {', '.join(columns)} beside each prompt"
+        raise InputError("--prompt", texts[0], problem, cure="prompts.path")
     if texts or config.prompts.path:
-        prompts = Prompts([*texts], {}) if texts else load_prompts(config.prompts.path)
+        prompts = Prompts([*texts], {}) if texts else prompts_for(config, family, config.prompts.path)
         count = count or len(prompts)
     else:
-        prompts, _ = evaluation_prompts(config, model_class(config))
+        prompts, _ = evaluation_prompts(config, family)
         count = count or min(16, len(prompts))
     prompts = prompts.take([i % len(prompts) for i in range(count)])
     earlier = _earlier(to)
@@ -52,11 +57,12 @@ def sample(config: Config, run: Path | None, texts: Sequence[str], count: int | 
         remove_abandoned(to)
     except OSError as error:
         raise InputError("--out", to, f"cannot be made ({error.strerror})") from None
-    policy = load_for_inference(config, run, prompts.texts)
+    policy = load_for_inference(config, run, prompts)
     seeds = [config.seed + i for i in range(count)]
-    noise = noise_of_seeds(seeds, policy.latent_shape)
+    noise = noise_of_seeds(policy, seeds)
     leaves = generate(policy, prompts, torch.arange(count), noise)[:, 0]
-    pictures = torch.cat([as_bytes(policy.decode(part)) for part in leaves.split(policy.batch_sizes.decode)])
+    parts = torch.arange(count).split(policy.batch_sizes.decode)
+    pictures = torch.cat([as_bytes(policy.decode(leaves[rows], prompts.take(ints(rows)))) for rows in parts])
     kind, ending = ("picture", ".png") if pictures.ndim == 4 else ("video", ".webp")
     rows = [
         {"file": f"{i:05d}{ending}", "prompt": text, "seed": seed}

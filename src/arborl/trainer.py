@@ -29,7 +29,7 @@ def run_epochs(run: Run) -> Path:
             if run.evaluations.hacked:
                 break
             with run.stage("encode"):
-                cond = policy.encode(epoch.texts)
+                cond = policy.encode(epoch.prompts.prompts)
             with run.stage("rollout"):
                 rollout = sample_trees(policy, epoch, cond)
             run.check_rollout(rollout)

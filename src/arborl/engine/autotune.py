@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.losses import EdgeLoss, Who
 from ..core.noise import fold
-from ..data.prompts import split_prompts
+from ..data.prompts import Prompts, split_prompts
 from ..distributed.accelerator import Accelerator, backward
 from ..distributed.gather import any_rank, max_rank
 from ..models import lora, model_class
@@ -62,7 +62,9 @@ def describe(tried: list[Trial]) -> str:
     return ", ".join(f"{t.size}: {1000 * t.seconds:.3g} ms" if t.fits else f"{t.size}: no room" for t in tried)
 
 
-def find_batch_sizes(config: Config, policy: Policy, state: State | None, prompt: str) -> tuple[BatchSizes, list[str]]:
+def find_batch_sizes(
+    config: Config, policy: Policy, state: State | None, prompts: Prompts
+) -> tuple[BatchSizes, list[str]]:
     """The sizes of the settings, with numbers in the place of `auto`; a line for each says what was tried. Without a
     state nothing is updated.
     """
@@ -77,7 +79,7 @@ def find_batch_sizes(config: Config, policy: Policy, state: State | None, prompt
             found.append(1)  # nothing is trained, nothing is asked
             continue
         most = config.eval.num_prompts if state is None else max_rows(config, policy.accelerator.num_processes)[key]
-        stage = stage_call(key, policy, state, prompt)
+        stage = stage_call(key, policy, state, prompts)
         # A single row would need compiled code of its own.
         tried = trials(key, stage, most, policy.device, policy.accelerator, first=2 if policy.compiled else 1)
         found.append(choose(tried).size)
@@ -85,14 +87,14 @@ def find_batch_sizes(config: Config, policy: Policy, state: State | None, prompt
     return BatchSizes(*found), lines
 
 
-def forward_flops(policy: Policy, prompt: str) -> int:
+def forward_flops(policy: Policy, prompts: Prompts) -> int:
     """Floating-point operations of one `predict` of one row, guidance included and adapters left out."""
-    cond, device = policy.encode([prompt]), policy.device
+    cond, device = policy.encode(prompts), policy.device
     x = policy.model.noise(fold(0, 0), torch.zeros(1, 3, dtype=torch.long, device=device))
     # The counter knows a GPU's attention in all its forms, and a CPU's taken apart.
     apart = cast(AbstractContextManager[None], sdpa_kernel(SDPBackend.MATH)) if device.type == "cpu" else nullcontext()
     with torch.no_grad(), lora.disabled(policy.module), apart, FlopCounterMode(display=False) as counter:
-        policy.predict(x, torch.full((1,), 500.0, device=device), cond)
+        policy.predict(x, torch.full((1,), 500.0), cond)
     return counter.get_total_flops()
 
 
@@ -114,16 +116,16 @@ def should_compile(config: Config, flops: int, device: torch.device) -> tuple[bo
     return not short, [f"compile=auto: {'off' if short else 'on'} (the run has {total:.1e} operations{clock})"]
 
 
-def warm_up(config: Config, policy: Policy, state: State, prompt: str) -> None:
+def warm_up(config: Config, policy: Policy, state: State, prompts: Prompts) -> None:
     """Every kind of call once, so that compiling is over before the first epoch."""
     most = max_rows(config, policy.accelerator.num_processes)
     for key, size in policy.batch_sizes.by_setting().items():
-        stage_call(key, policy, state, prompt)(min(size, max(most[key], policy.min_batch_size)))
+        stage_call(key, policy, state, prompts)(min(size, max(most[key], policy.min_batch_size)))
     if policy.device.type == "cuda":
         torch.cuda.synchronize(policy.device)
 
 
-def find_bitwise_batch_sizes(config: Config, policy: Policy, prompt: str) -> list[str]:
+def find_bitwise_batch_sizes(config: Config, policy: Policy, prompts: Prompts) -> list[str]:
     """Find the sizes of calls that the update's code rounds alike: trained rows are padded to them from now on.
 
     A library may add up a narrow product, such as an adapter's, in another order when it has few rows; then rollout and
@@ -131,12 +133,12 @@ def find_bitwise_batch_sizes(config: Config, policy: Policy, prompt: str) -> lis
     """
     if not policy.compares_densities:
         return []
-    prompts = split_prompts(config.sample, policy.accelerator.num_processes).per_process
-    trained = max(len(plan.trained_parents) for _, plan in window_plans(config)) * prompts
+    share = split_prompts(config.sample, policy.accelerator.num_processes).per_process
+    trained = max(len(plan.trained_parents) for _, plan in window_plans(config)) * share
     least = policy.min_batch_size
     full = min(policy.batch_sizes.train, max(trained, least))
     sizes = [size for size in range(least, full) if size <= EVERY_SIZE_UP_TO or size % SIZE_STRIDE == 0]
-    predict = _predict(policy, prompt)
+    predict = _predict(policy, prompts)
     with policy.update_numerics(), lora.perturbed(policy.module):
         expected = predict(full).detach()
         # All of them, whatever comes of it: split weights need the same calls on every rank.
@@ -161,9 +163,9 @@ def max_rows(config: Config, processes: int = 1) -> dict[str, int]:
     }
 
 
-def stage_call(key: str, policy: Policy, state: State | None, prompt: str) -> Callable[[int], None]:
+def stage_call(key: str, policy: Policy, state: State | None, prompts: Prompts) -> Callable[[int], None]:
     """A function that runs one micro-batch of a stage, of any size, with the stage's use of memory."""
-    predict = _predict(policy, prompt)
+    predict = _predict(policy, prompts)
 
     def sampled(size: int) -> None:
         with policy.acting(policy.sampler), policy.fast_sampling():
@@ -171,7 +173,7 @@ def stage_call(key: str, policy: Policy, state: State | None, prompt: str) -> Ca
 
     @torch.no_grad()
     def decoded(size: int) -> None:
-        policy.decode(_latents(policy, size))
+        policy.decode(_latents(policy, size), prompts.take([i % len(prompts) for i in range(size)]))
 
     def updated(size: int) -> None:
         assert state is not None
@@ -190,14 +192,16 @@ def stage_call(key: str, policy: Policy, state: State | None, prompt: str) -> Ca
     return {"sample.batch_size": sampled, "sample.decode_batch_size": decoded, "train.batch_size": updated}[key]
 
 
-def _predict(policy: Policy, prompt: str) -> Callable[..., torch.Tensor]:
-    """A function from a size to a policy's prediction on that many rows of noise; a larger call has the same first."""
-    cond, device = policy.encode([prompt]), policy.device
+def _predict(policy: Policy, prompts: Prompts) -> Callable[..., torch.Tensor]:
+    """A function from a size to a policy's prediction on that many rows of noise, the prompts in turn; a larger call
+    has the same first.
+    """
+    cond = policy.encode(prompts)
     time_of_first = float(window_plans(policy.config)[0][1].timestep[0])
 
     def predict(size: int, who: Who = "policy") -> torch.Tensor:
-        t = torch.full((size,), time_of_first, device=device)
-        text = cond[torch.zeros(size, dtype=torch.long, device=device)]
+        t = torch.full((size,), time_of_first)
+        text = cond[torch.arange(size) % len(cond)]
         return policy.predict(_latents(policy, size), t, text, who)
 
     return predict

@@ -6,17 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..models.base import to_device
+
+__all__ = ["BATCH_SIZE_SETTINGS", "Batch", "BatchSizes", "batches", "to_device"]
+
 
 class Batch(NamedTuple):
     rows: Tensor  # positions to take, padded with position 0 when a fixed shape is asked for
     valid: int  # how many of them count
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device. A GPU is not waited for: from pinned memory the copy takes its turn in the queue."""
-    if device.type != "cuda" or values.is_cuda:
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 class BatchSizes(NamedTuple):
@@ -44,3 +41,11 @@ def batches(count: int, size: int, pad: bool = False, sizes: Sequence[int] = ())
         if valid < full:
             index = torch.cat([index, index.new_zeros(full - valid)])
         yield Batch(index, valid)
+
+
+def batches_of_groups(groups: Tensor, size: int, pad: bool = False, sizes: Sequence[int] = ()) -> Iterator[Batch]:
+    """The same of positions that bear a group's number: group by group, none shared by two."""
+    for group in range(int(groups.max()) + 1 if len(groups) else 0):
+        rows = torch.arange(len(groups))[groups == group]
+        for batch in batches(len(rows), size, pad, sizes):
+            yield Batch(rows[batch.rows], batch.valid)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config.schema import Config
 from ..core.kernels import Coefficients, Gaussian, transition
-from ..core.tensors import floats, ints, largest_entries, like, unique
+from ..core.tensors import floats, ints, largest_entries, unique
 from ..core.tree import Plan
 from ..data.prompts import Prompts
 from ..distributed.accelerator import Accelerator
@@ -60,6 +60,12 @@ def reached_groups(sizes: Mapping[str, float]) -> dict[str, bool]:
         group = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", re.sub(r"\.lora_[AB]\..*", "", name))
         reached[group] = reached.get(group, False) or size != 0  # what is not finite has a check of its own
     return reached
+
+
+def unasked_parts(reached: Mapping[str, bool], parts: Sequence[str]) -> list[str]:
+    """Those of several parts that no call of a step asked, such as an expert of other noise levels."""
+    whole = {part: [found for name, found in reached.items() if name.startswith(f"{part}.")] for part in parts}
+    return [part for part, found in whole.items() if part and found and not any(found) and any(reached.values())]
 
 
 RATIO_BOUND, RATIO_BOUND_HALF, RATIO_BOUND_COMPILED = 1e-6, 1e-4, 1e-5
@@ -111,7 +117,7 @@ def recheck_steps(policy: Policy, rollout: Rollout) -> list[StepCheck]:
         prompt, node = rows[batch.rows].unbind(1)
         x = rollout.latents[prompt, node].to(device)
         with policy.update_numerics():
-            v = policy.predict(x, like(plan.timestep[node], x), rollout.cond[prompt.to(device)]).detach()
+            v = policy.predict(x, plan.timestep[node].float(), rollout.cond[prompt]).detach()
         drawn_from = transition(x[row], v[row], Coefficients(*(c[edges] for c in plan.coefficients)))
         children = rollout.latents[prompt[row], plan.child[edges]].to(device)
         old = rollout.log_density[prompt[row], edges].to(device)
@@ -186,11 +192,13 @@ def watching_for_overflow(found: list[str]) -> Generator[None]:
 
 
 @torch.no_grad()
-def check_pictures(policy: Policy, latents: Float[Tensor, "n *latent"]) -> tuple[Tensor, Finding]:
+def check_pictures(policy: Policy, latents: Float[Tensor, "n *latent"], prompts: Prompts) -> tuple[Tensor, Finding]:
     """Decoded latents, and whether they are pictures. An overflow that clamping hides is found where it arose."""
     layers, size = list[str](), policy.batch_sizes.decode
     with watching_for_overflow(layers), uncompiled():  # compiled code calls no hooks
-        made = torch.cat([policy.decode(latents[b.rows].to(policy.device)) for b in batches(len(latents), size)])
+        parts = batches(len(latents), size)
+        some = (policy.decode(latents[b.rows].to(policy.device), prompts.take(ints(b.rows))) for b in parts)
+        made = torch.cat(list(some))
     broken = int((~made.flatten(1).isfinite().all(1)).sum())
     low, high = (float(made.nan_to_num().min()), float(made.nan_to_num().max()))
     ends = made.nan_to_num().flatten(1)

@@ -37,10 +37,10 @@ def generate(
     for batch in batches(len(prompts), policy.batch_sizes.sample):
         some = prompts.take(ints(batch.rows))
         local, own = LocalPrompts(some, ids[batch.rows], len(prompts)), None if start is None else start[batch.rows]
-        leaves.append(grow_trees(policy, plan, policy.encode(some.texts), key, local, start=own).leaves)
+        leaves.append(grow_trees(policy, plan, policy.encode(some), key, local, start=own).leaves)
     return torch.cat(leaves)
 
 
-def noise_of_seeds(seeds: Sequence[int], shape: tuple[int, ...]) -> Float[Tensor, "seeds 1 *shape"]:
+def noise_of_seeds(policy: Policy, seeds: Sequence[int]) -> Float[Tensor, "seeds 1 *latent"]:
     """The noise of a diffusers pipeline that is given `torch.Generator().manual_seed(seed)`."""
-    return torch.stack([torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    return torch.stack([policy.model.noise_of_seed(seed).float() for seed in seeds])

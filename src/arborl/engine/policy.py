@@ -1,24 +1,27 @@
 """A model as the engine uses it: wrapped, split, compiled, called in certain sizes; and the policies beside it."""
 
 import copy
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import Config
+from ..core.errors import InputError
 from ..core.losses import Loss, Who
 from ..core.schedule import Schedule
+from ..data.prompts import Prompts
 from ..distributed.accelerator import Accelerator, no_sync
 from ..distributed.fsdp import local, shard
 from ..models import Cond, Model, lora
 from ..models.activation_checkpointing import checkpoint_activations
+from ..models.base import parts_of
 from ..models.compile import compile_blocks
-from .batches import BATCH_SIZE_SETTINGS, BatchSizes
+from .batches import BATCH_SIZE_SETTINGS, BatchSizes, to_device
 from .state import Shadow, copies_of, copy_into
 
 
@@ -32,7 +35,7 @@ class Policy:
         self.sampler: Who = loss.sampler if loss else "policy"
         self.compares_densities = loss is not None and loss.needs_densities and self.sampler == "policy"
         """Whether the update takes the rollout's density to be the policy's own, so that both must round alike."""
-        self.compiled = False
+        self.compiled = self.split = False
         self.bitwise_batch_sizes: tuple[int, ...] = ()
         """Sizes of calls that the update's code rounds alike, in order (see `find_bitwise_batch_sizes`)."""
         self.old: Shadow | None = None
@@ -54,6 +57,11 @@ class Policy:
         return self.model.module
 
     @property
+    def parts(self) -> dict[str, nn.Module]:
+        """What is wrapped, split and compiled by itself, by name: of one module alone the name is empty."""
+        return parts_of(self.module)
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -61,11 +69,22 @@ class Policy:
     def latent_shape(self) -> tuple[int, ...]:
         return self.model.latent_shape
 
-    def encode(self, texts: Sequence[str]) -> Cond:
-        return self.model.encode(texts)
+    def encode(self, prompts: Prompts | Sequence[str]) -> Cond:
+        cond = self.model.encode_prompts(prompts if isinstance(prompts, Prompts) else Prompts(list(prompts), {}))
+        if self.split and not cond.is_alike:
+            problem = "prompts with pictures of several sizes are calls of their own, and processes would make others"
+            raise InputError(
+                "train.shard", self.config.train.shard, problem, cure="pictures of one size, or no sharding"
+            )
+        return cond
 
-    def decode(self, latents: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *picture"]:
-        return self.model.decode(latents)
+    def decode(
+        self, latents: Float[Tensor, "n *latent"], prompts: Prompts | None = None
+    ) -> Float[Tensor, "n *picture"]:
+        return self.model.decode_for(latents, prompts)
+
+    def call_groups(self, t: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+        return self.model.call_groups(t)
 
     def schedule(self) -> Schedule:
         """The denoising steps of training."""
@@ -77,6 +96,7 @@ class Policy:
         self, x: Float[Tensor, "n *latent"], t: Float[Tensor, " n"], cond: Cond, who: Who = "policy"
     ) -> Float[Tensor, "n *latent"]:
         """What a policy answers; another than the trained one without gradients."""
+        t = t.cpu() if self.model.timesteps_on_host else to_device(t, x.device)
         if who == "policy":
             return self.model.predict(x, t, cond)
         with torch.no_grad(), self.acting(who):
@@ -127,27 +147,44 @@ class Policy:
         user.
         """
         for module in (self.module, *self.copies.values()):
-            compile_blocks(module)
-        checkpoint_activations(self.module, self.config.train.gradient_checkpointing, compiled=True)
+            for part in parts_of(module).values():
+                compile_blocks(part)
+        for part in self.parts.values():
+            checkpoint_activations(part, self.config.train.gradient_checkpointing, compiled=True)
         self.compiled = True
         return self.model.compile_decoder()
 
     def shard(self, how: str) -> None:
         """Split the weights over the processes."""
         for module in (self.module, *self.copies.values()):
-            shard(module, self.accelerator, how)
+            for part in parts_of(module).values():
+                shard(part, self.accelerator, how)
 
     def prepare(self, split: bool = False) -> None:
         """Wrap for the processes that there are, in the precision of the run."""
         # Without training in mind: what is split needs no wrapper, and a copy none either. All need the precision.
-        prepare = self.accelerator.prepare_model
-        self.model.module = prepare(self.module, device_placement=not split, evaluation_mode=split)
+        self.split = split
+        self.model.module = self._prepared(self.module, split, evaluation=split)
         for who, module in self.copies.items():
-            self.copies[who] = prepare(module, device_placement=not split, evaluation_mode=True)
+            self.copies[who] = self._prepared(module, split, evaluation=True)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def _prepared(self, module: nn.Module, split: bool, evaluation: bool) -> nn.Module:
+        def prepared(part: nn.Module) -> nn.Module:
+            prepare: Callable[..., nn.Module] = self.accelerator.prepare_model
+            return prepare(part, device_placement=not split, evaluation_mode=evaluation)
+
+        if not isinstance(module, nn.ModuleDict):
+            return prepared(module)
+        module.update({name: prepared(part) for name, part in parts_of(module).items()})
+        return module
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
         """Inside, gradients stay a process's own."""
-        return no_sync(self.module, self.accelerator)
+        with ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(no_sync(part, self.accelerator))
+            yield
 
     # In which sizes, and by which code.
 
@@ -182,9 +219,10 @@ class Policy:
         """Inside, `predict` runs the code that the update runs. Compiled, that is other code than without gradients,
         and it rounds differently.
         """
-        # No backward pass will follow, and other ranks are not to wait for one.
-        alone = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
-        with torch.set_grad_enabled(self.compiled), alone:
+        with torch.set_grad_enabled(self.compiled), ExitStack() as alone:
+            for part in self.parts.values():
+                if isinstance(part, DistributedDataParallel):
+                    alone.enter_context(part.no_sync())  # no backward pass follows: no rank is to wait for one
             yield
 
     @contextmanager

@@ -1,7 +1,6 @@
 """Prompts encoded ahead of a run, shared out among the ranks; what was encoded before is not encoded again."""
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -28,18 +27,20 @@ class Embedded(NamedTuple):
 
 
 def precompute_embeddings(
-    config: Config, texts: Sequence[str], accelerator: Accelerator, verify: bool = True
+    config: Config, prompts: Prompts, accelerator: Accelerator, verify: bool = True
 ) -> Embedded | None:
-    """Encode what of these texts is not on disk yet; None for a model that encodes its prompts on the spot.
+    """Encode what of these prompts is not on disk yet; None for a model that encodes its prompts on the spot.
 
     `verify` reads what is on disk, so that nothing is found damaged once the model is in memory.
     """
-    embeddings = model_class(config).embeddings(config, accelerator.device)
+    family = model_class(config)
+    embeddings = family.embeddings(config, accelerator.device)
     if embeddings is None:
         return None
+    requests = family.requests(prompts, config)
     start, rank, ranks = time.perf_counter(), accelerator.process_index, accelerator.num_processes
     with fail_together(accelerator):  # all have looked before one writes, so all see the same list
-        missing = embeddings.missing(texts, verify)
+        missing = embeddings.missing(requests, verify)
     columns = TextColumn("encoding prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=rank > 0 or not missing, transient=True) as bar:
         task = bar.add_task("", total=len(missing[rank::ranks]))
@@ -47,13 +48,14 @@ def precompute_embeddings(
             embeddings.fill(missing[rank::ranks], config.prompts.batch_size, lambda count: bar.advance(task, count))
         # On one disk this finds nothing; machines that share none encode the rest themselves.
         with fail_together(accelerator):
-            embeddings.fill(embeddings.missing(texts, verify=False), config.prompts.batch_size)
-    count = len(dict.fromkeys([*embeddings.always, *texts]))
+            embeddings.fill(embeddings.missing(requests, verify=False), config.prompts.batch_size)
+    count = len({embeddings.path(each) for each in [*embeddings.always, *requests]})
     return Embedded(count, len(missing), time.perf_counter() - start, str(embeddings.folder))
 
 
-def texts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, start: int, count: int) -> list[str]:
-    """Texts that a run will encode: the prompts it deals out from a place on, and those of its evaluations."""
+def prompts_of_a_run(config: Config, prompts: Prompts, held_out: Prompts, start: int, count: int) -> Prompts:
+    """Prompts that a run will encode: the prompts it deals out from a place on, and those of its evaluations."""
     # Within a pass each prompt comes once, so that two passes hold them all wherever they begin.
     chosen = prompt_order(len(prompts), start, min(count, 2 * len(prompts)), config.seed)
-    return [*(prompts.texts[i] for i in sorted(set(chosen))), *held_out.texts[: config.eval.num_prompts]]
+    evaluated = held_out.take(range(min(len(held_out), config.eval.num_prompts)))
+    return prompts.take(sorted(set(chosen))).followed_by(evaluated)

@@ -13,7 +13,7 @@ from ..core.tensors import like, unflatten
 from ..core.tree import Plan
 from ..data.prompts import LocalPrompts
 from ..models.base import Cond
-from .batches import batches, to_device
+from .batches import batches_of_groups, to_device
 from .policy import Policy
 
 
@@ -83,7 +83,6 @@ def grow_trees(
     latents[:, : plan.roots] = frontier
     # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
     table = Coefficients(*(to_device(c.float(), device) for c in plan.coefficients))
-    timestep = to_device(plan.timestep.float(), device)
     multistep = to_device(plan.multistep_coefficient.float(), device)
     x0_coefficients = tuple(to_device(c.float(), device) for c in plan.x0_coefficients)
     before = frontier if bool(plan.multistep.any()) else None  # x̂0 at the parents of the frontier's nodes
@@ -96,7 +95,7 @@ def grow_trees(
                 parents, slot = to_device(level.parents, device), to_device(level.slot, device)
                 children = slice(plan.roots + level.edges.start, plan.roots + level.edges.stop)
                 x = frontier[:, parents - first]
-                v = predict(policy, x, timestep[parents], cond, retraced)
+                v = predict(policy, x, plan.timestep[level.parents].float(), cond, retraced)
                 if x0 is not None:
                     x0[parents] = predict_x0(x0_coefficients, parents, x[:1], v[:1])[0]
                 gaussian = transition(
@@ -152,11 +151,12 @@ def addresses(
 def predict(
     policy: Policy,
     x: Float[Tensor, "prompts n *latent"],
-    t: Float[Tensor, " n"],
+    t: Float[Tensor, " n"],  # on the host
     cond: Cond,
     retraced: bool = False,
 ) -> Float[Tensor, "prompts n *latent"]:
-    """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call.
+    """The model's velocities in micro-batches (see `batches`); small frontiers of different prompts share a call, where
+    the model takes their timesteps together.
 
     What the update will look at again is `retraced`: where its code is compiled, in calls of sizes it rounds alike.
     """
@@ -166,9 +166,9 @@ def predict(
     alike = retraced and policy.compiled
     size = policy.batch_sizes.train if alike else policy.batch_sizes.sample
     sizes = policy.update_batch_sizes if alike else (policy.min_batch_size,)
-    for batch in batches(prompts * n, size, policy.config.sample.pad_batches, sizes):
+    for batch in batches_of_groups(policy.call_groups(times), size, policy.config.sample.pad_batches, sizes):
         index = to_device(batch.rows, x.device)
         # Detached at once: the next call must find the memory of what a gradient would have needed free.
-        v = policy.predict(flat[index], times[index], cond[index // n]).detach()
+        v = policy.predict(flat[index], times[batch.rows], cond[batch.rows // n]).detach()
         out[index[: batch.valid]] = v[: batch.valid]
     return unflatten(out, (prompts, n))

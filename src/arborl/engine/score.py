@@ -112,11 +112,11 @@ def decode_and_score(
     with ThreadPoolExecutor(1) as other, rewards.cancelled():
         for batch in batches(len(flat), policy.batch_sizes.decode):
             index = ints(batch.rows)
+            some = captions.take(index)
             with stage("decode"):
-                images = policy.decode(flat[batch.rows].to(policy.device))
+                images = policy.decode(flat[batch.rows].to(policy.device), some)
             if pending:
                 keep(pending.result())
-            some = captions.take(index)
             if rewards.is_remote:  # servers score these while the next are decoded
                 pending = other.submit(torch.no_grad()(rewards.__call__), images, some.texts, some.columns)
             else:

@@ -1,7 +1,7 @@
 """Rollout + advantages + mask -> optimizer steps, by the loss. One forward of a call trains all its kept edges."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from ..core.errors import InputError
 from ..core.kernels import Coefficients
 from ..core.losses import Calls, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who, noised
 from ..core.noise import Key
-from ..core.tensors import like, unique
+from ..core.tensors import ints, unique
 from ..distributed.accelerator import Accelerator, backward
 from ..distributed.gather import gather
 from ..models.base import Cond
-from .batches import batches, to_device
+from .batches import Batch, batches, to_device
 from .checks import gradient_sizes, reached_groups, unequal_gradients
 from .contracts import check_loss_answer
 from .policy import Policy
@@ -59,18 +59,23 @@ class Stats:
 
 class Trained(NamedTuple):
     """Some model calls and the kept edges that they train: `calls` are (prompt, call) rows, `row` says which of them
-    each edge belongs to.
+    each edge belongs to, `by_group` which of them may share a call of the model.
     """
 
     calls: Int[Tensor, "c 2"]
     prompt: Int[Tensor, " e"]
     edge: Int[Tensor, " e"]
     row: Int[Tensor, " e"]
+    by_group: list[Int[Tensor, " some"]]
 
-    def batch(self, index: Tensor, valid: int) -> "Trained":
-        """A run of calls and their edges (rows past `valid` are padding and have none)."""
-        inside = (self.row >= index[0]) & (self.row < index[0] + valid)
-        return Trained(self.calls[index], self.prompt[inside], self.edge[inside], self.row[inside] - index[0])
+    def batch(self, group: int, batch: Batch) -> "Trained":
+        """A run of a group's calls and their edges (rows past the valid ones are padding and have none)."""
+        rows = self.by_group[group][batch.rows]
+        place = torch.full((len(self.calls),), -1)
+        place[rows[: batch.valid]] = torch.arange(batch.valid)
+        inside = place[self.row] >= 0
+        row = place[self.row[inside]]
+        return Trained(self.calls[rows], self.prompt[inside], self.edge[inside], row, [torch.arange(batch.valid)])
 
 
 def update(
@@ -99,24 +104,29 @@ def update(
     how = policy.batch_sizes.train, policy.config.sample.pad_batches, policy.update_batch_sizes
     for part in range(updates):
         trained = training.trained(keep, part_of == part)
-        queue = list(batches(len(trained.calls), *how))
+        queues = [list(batches(len(rows), *how)) for rows in trained.by_group]
         useful = int((advantage[trained.prompt, trained.edge] != 0).any())
-        count, useful, calls = _across_ranks(accelerator, len(trained.edge), useful, len(queue))
+        count, useful, *calls = _across_ranks(accelerator, len(trained.edge), useful, [len(queue) for queue in queues])
         if count == 0 or (useful == 0 and not loss.has_regularizer):
             stats.skipped += 1
             continue
-        for call in range(calls):
+        learns = False
+        # Group by group, in the same order on all ranks: each may be calls of another module.
+        for group, call in ((group, call) for group, most in enumerate(calls) for call in range(most)):
+            queue = queues[group]
             # Split weights have their gradients summed at every call: kept whole, they would cost what was saved.
-            waits = call + 1 < calls and not state.sharded
+            waits = call + 1 < calls[group] and not state.sharded
             with policy.no_sync() if waits else nullcontext():
                 if call < len(queue):
-                    total = training.loss_of(trained.batch(*queue[call]), stats, first=stats.steps == 0)
+                    total = training.loss_of(trained.batch(group, queue[call]), stats, first=stats.steps == 0)
                 else:
-                    total = training.idle()
-                if not total.requires_grad:
-                    raise InputError("model.train", None, "no trained weight has a part in the model's answer")
-                # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
-                backward(total * (accelerator.num_processes / count), accelerator)
+                    total = training.idle(group)
+                if total.requires_grad:  # not where a part is asked that is not trained, such as one of two experts
+                    # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
+                    backward(total * (accelerator.num_processes / count), accelerator)
+                    learns = True
+        if not learns:
+            raise InputError("model.train", None, "no trained weight has a part in the model's answer")
         if state.check_gradients and stats.steps < 2:
             sizes = gradient_sizes(state.parameters, accelerator)
             stats.unequal += unequal_gradients(sizes)
@@ -165,6 +175,8 @@ class TrainingCalls:
         self.device, self.ids = policy.device, rollout.prompts.ids
         self.calls: Calls = loss.calls(rollout.plan)
         self.level = loss.levels(rollout.plan, rollout.key, self.ids)
+        self.group_of_step = policy.call_groups(rollout.plan.schedule.timestep.float())
+        """Of the steps of the schedule, so that ranks number groups alike."""
 
     def trained(
         self, keep: Bool[Tensor, "prompts edges"], among: Bool[Tensor, "prompts calls"] | None = None
@@ -173,14 +185,15 @@ class TrainingCalls:
         kept = keep.cpu()[:, self.calls.edge]
         prompt, pair = (kept if among is None else kept & among[:, self.calls.call]).nonzero(as_tuple=True)
         calls, row = unique(torch.stack([prompt, self.calls.call[pair]], 1))
-        return Trained(calls, prompt, self.calls.edge[pair], row)
+        group = self.group_of_step[self.level[calls[:, 0], calls[:, 1]]]
+        by_group = [(group == number).nonzero().flatten() for number in range(int(self.group_of_step.max()) + 1)]
+        return Trained(calls, prompt, self.calls.edge[pair], row, by_group)
 
     def loss_of(self, trained: Trained, stats: Stats, first: bool) -> Float[Tensor, ""]:
         """The summed loss of one micro-batch: a forward a call, then whatever the loss makes of its edges."""
         prompt, call = trained.calls.unbind(1)
         step = self.level[prompt, call]
-        t = to_device(self.rollout.plan.schedule.timestep[step].float(), self.device)
-        cond = self.rollout.cond[to_device(prompt, self.device)]
+        t, cond = self.rollout.plan.schedule.timestep[step].float(), self.rollout.cond[prompt]
         x = _at(self.rollout.latents, prompt, self.calls.node[call], self.device)
         if isinstance(self.loss, EdgeLoss):
             answers = self._ask(x, t, cond)
@@ -196,12 +209,12 @@ class TrainingCalls:
             self._keep_ratios(seen["ratio"].detach(), trained, stats, first)
         return loss
 
-    def idle(self) -> Float[Tensor, ""]:
+    def idle(self, group: int) -> Float[Tensor, ""]:
         """Forwards whose gradient is zero: ranks must make the same calls, also those out of work."""
         first = torch.zeros(self.policy.min_batch_size, dtype=torch.long)
-        x, plan = _at(self.rollout.latents, first, first, self.device), self.rollout.plan
-        t, cond = like(plan.timestep[first], x), self.rollout.cond[to_device(first, self.device)]
-        return 0.0 * self._ask(x, t, cond)["policy"].sum()
+        x, timestep = _at(self.rollout.latents, first, first, self.device), self.rollout.plan.schedule.timestep
+        t = timestep[self.group_of_step == group][first].float()
+        return 0.0 * self._ask(x, t, self.rollout.cond[first])["policy"].sum()
 
     def _ask(self, x: Float[Tensor, "c *latent"], t: Float[Tensor, " c"], cond: Cond) -> dict[Who, Tensor]:
         """Everyone's answers; the trained policy's last, whose gradients take memory from then on."""
@@ -263,9 +276,10 @@ def partition(calls: int, prompts: int, parts: int, key: Key) -> Int[Tensor, "pr
     return (order % parts).view(prompts, calls)
 
 
-def _across_ranks(accelerator: Accelerator, edges: int, useful: int, calls: int) -> tuple[int, int, int]:
-    """Edges and usefulness summed over the ranks, and the most micro-batches any of them has."""
+def _across_ranks(accelerator: Accelerator, edges: int, useful: int, calls: Sequence[int]) -> list[int]:
+    """Edges and usefulness summed over the ranks, and the most micro-batches of each group any of them has."""
+    mine = [edges, useful, *calls]
     if accelerator.num_processes == 1:
-        return edges, useful, calls
-    everyone = gather(torch.tensor([[edges, useful, calls]]), accelerator)
-    return int(everyone[:, 0].sum()), int(everyone[:, 1].sum()), int(everyone[:, 2].max())
+        return mine
+    everyone = gather(torch.tensor([mine]), accelerator)
+    return [*ints(everyone[:, :2].sum(0)), *ints(everyone[:, 2:].amax(0))]

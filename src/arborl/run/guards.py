@@ -10,7 +10,15 @@ from ..core.errors import InputError
 from ..data.prompts import LocalPrompts
 from ..distributed.coordination import Coordinator
 from ..distributed.gather import gather, gather_strings, sum_ranks
-from ..engine.checks import check_spread, check_transitions, groups_of_leaves, ratio_bound, recheck_steps, spread_of
+from ..engine.checks import (
+    check_spread,
+    check_transitions,
+    groups_of_leaves,
+    ratio_bound,
+    recheck_steps,
+    spread_of,
+    unasked_parts,
+)
 from ..engine.policy import Policy
 from ..engine.rollout import Rollout
 from ..engine.state import State
@@ -100,8 +108,12 @@ class Guards:
         self.reached = {name: found or self.reached.get(name, False) for name, found in stats.reached.items()}
         # A last layer that starts at zero lets gradients through from the second step on.
         self.state.check_gradients = self.steps < 2
-        missed = [name for name, found in self.reached.items() if not found]
-        if missed and not self.state.check_gradients:
+        if self.state.check_gradients:
+            return
+        for part in (unasked := unasked_parts(self.reached, [*self.policy.parts])):
+            self.logger.warn_once(f"{part} was not asked in the first steps: it is for other noise levels than these")
+        missed = [name for name, found in self.reached.items() if not found and name.split(".")[0] not in unasked]
+        if missed:
             some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
             self.logger.warn_once(
                 f"no gradient reached {len(missed)} of {len(self.reached)} groups of trained weights in the first "

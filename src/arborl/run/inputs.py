@@ -10,7 +10,7 @@ import torch
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import fold
-from ..data.prompts import PromptLists, Prompts, hold_out, load_prompts
+from ..data.prompts import PromptLists, Prompts, hold_out, load_prompts, with_pictures
 from ..models import Model, model_class
 from ..rewards import Rewards, rewards_of
 from ..rewards.base import RewardFailed
@@ -36,7 +36,7 @@ def load_inputs(config: Config) -> tuple[Rewards, PromptLists]:
     attempt(lambda: family.check(config, may_fetch=not problems))
     lists = attempt(lambda: training_prompts(config, family))
     if config.eval.prompts:
-        evaluation = attempt(lambda: load_prompts(config.eval.prompts, key="eval.prompts"))
+        evaluation = attempt(lambda: prompts_for(config, family, config.eval.prompts, "eval.prompts"))
         lists = PromptLists(lists.training, evaluation) if lists and evaluation else None
     # Some rewards have nothing to say of some prompts; better told now than found after a run.
     for function in rewards.functions.values() if rewards else ():
@@ -51,11 +51,21 @@ def _any(texts: Sequence[str]) -> None:
     """Most rewards take any prompt."""
 
 
+def prompts_for(config: Config, family: type[Model], path: str, key: str = "prompts.path") -> Prompts:
+    """A file's prompts, with the pictures that the model takes beside them."""
+    columns = family.columns(config)
+    if columns and not path:
+        problem = f"model.call takes {', '.join(columns)} from it"
+        raise InputError(key, None, problem, "a .jsonl file with `prompt` and these columns")
+    prompts = load_prompts(path, family.default_prompts, key)
+    return with_pictures(prompts, path, columns, key) if columns else prompts
+
+
 def training_prompts(config: Config, family: type[Model]) -> PromptLists:
     """Prompts of training, and those that evaluations draw where `eval.prompts` names no file: what is held out of the
     file, or the model's own held-out ones; else those of training.
     """
-    prompts = load_prompts(config.prompts.path, family.default_prompts)
+    prompts = prompts_for(config, family, config.prompts.path)
     if config.eval.prompts:
         return PromptLists(prompts, prompts)
     if config.prompts.path:
@@ -68,7 +78,7 @@ def evaluation_prompts(config: Config, family: type[Model], trained: Config | No
     settings may be others; and its training file may have stayed elsewhere.
     """
     if config.eval.prompts:
-        return load_prompts(config.eval.prompts, key="eval.prompts"), f"the prompts of {config.eval.prompts}"
+        return prompts_for(config, family, config.eval.prompts, "eval.prompts"), f"the prompts of {config.eval.prompts}"
     lists = training_prompts(config, family)
     if trained is None:
         return lists.evaluation, lists.evaluated_on
@@ -87,7 +97,7 @@ def probe(model: Model, rewards: Rewards, prompts: Prompts, goes_on: bool = Fals
     """
     some = prompts.take([0, len(prompts) // 2, len(prompts) - 1])
     noise = model.noise(fold(0, 0), torch.tensor([[0, 0, 0], [1, 0, 0], [2, 0, 0]], device=model.device))
-    decoded = torch.cat([model.decode(part) for part in noise.split(1)])
+    decoded = torch.cat([model.decode_for(noise[[i]], some.take([i])) for i in range(len(noise))])
     if decoded.shape[-3:-2] != (3,) or decoded.ndim != 4 + model.video:
         allowed = "N×F×3×H×W" if model.video else "N×3×H×W"
         raise InputError("model", None, f"its decoder returned shape {tuple(decoded.shape)} for 3 latents", allowed)

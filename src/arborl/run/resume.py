@@ -12,6 +12,7 @@ from rich.console import Console
 from ..config import load_config, read_before, read_config, with_settings
 from ..config.schema import Config
 from ..core.errors import InputError
+from ..data.prompts import Prompts
 from ..engine.autotune import find_batch_sizes
 from ..engine.batches import BATCH_SIZE_SETTINGS
 from ..engine.policy import Policy
@@ -136,15 +137,16 @@ def _present(run: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def load_for_inference(config: Config, run: Path | None, texts: Sequence[str]) -> Policy:
+def load_for_inference(config: Config, run: Path | None, prompts: Prompts) -> Policy:
     """A policy for looking at: the configured one, with a run's averaged or newest weights where one is named."""
     accelerator = start_accelerator(config, together=False)
-    precompute_embeddings(config, texts, accelerator)
+    precompute_embeddings(config, prompts, accelerator)
     policy = Policy(load_model(config, accelerator.device), config, accelerator)
     if run is not None:
         load_weights(trainable(policy.module), weights_of(run))
     policy.prepare()
-    policy.batch_sizes, _ = find_batch_sizes(config, policy, None, texts[0])
+    policy.encode(prompts.take([0]))  # from which on a model knows its latents
+    policy.batch_sizes, _ = find_batch_sizes(config, policy, None, prompts.take([0]))
     return policy
 
 

@@ -26,7 +26,7 @@ from ..config import read_config, with_settings
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import fold
-from ..data.prompts import PromptLists, split_prompts
+from ..data.prompts import PromptLists, Prompts, split_prompts
 from ..distributed.coordination import Coordinator, fail_together
 from ..distributed.fsdp import launcher_requests_fsdp, sharding_mode
 from ..engine.autotune import (
@@ -41,7 +41,7 @@ from ..engine.checks import format_bytes, free_disk
 from ..engine.contracts import try_loss
 from ..engine.method import Method, check_plan, warnings_about
 from ..engine.policy import Policy
-from ..engine.precompute import precompute_embeddings, texts_of_a_run
+from ..engine.precompute import precompute_embeddings, prompts_of_a_run
 from ..engine.state import Ema, State, trainable
 from ..models import load_model
 from ..models.compile import CACHE_DIR_VARIABLE
@@ -204,6 +204,7 @@ class Assembled:
     method: Method
     rewards: Rewards
     prompts: PromptLists
+    examples: Prompts  # for tuning and warming up
     state: State
     config: Config
     flops: int  # of a forward
@@ -212,18 +213,24 @@ class Assembled:
 
     def tune_and_warm_up(self) -> list[str]:
         """Find the batch sizes that are `auto`, compile and warm up; returns messages."""
-        config, policy, prompt = self.config, self.policy, self.prompts.training.texts[0]
+        config, policy, prompts = self.config, self.policy, self.examples
         accelerator, start = policy.accelerator, time.perf_counter()
-        policy.batch_sizes, messages = find_batch_sizes(config, policy, self.state, prompt)
+        policy.batch_sizes, messages = find_batch_sizes(config, policy, self.state, prompts)
         if policy.compiled:
             # Split weights need all processes at every call, so there nobody can fail alone.
             with nullcontext() if self.state.sharded else fail_together(accelerator):
-                warm_up(config, policy, self.state, prompt)
-                messages += find_bitwise_batch_sizes(config, policy, prompt)
+                warm_up(config, policy, self.state, prompts)
+                messages += find_bitwise_batch_sizes(config, policy, prompts)
             seconds = self.compiling + time.perf_counter() - start
             messages.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[CACHE_DIR_VARIABLE]}")
         size, processes = policy.batch_sizes.train, accelerator.num_processes
         return [*messages, *describe_batches(config, size, processes, self.state.sharded)]
+
+
+def shortest_and_longest(prompts: Prompts) -> Prompts:
+    """Two prompts that need all the code that others will: their texts may differ in length, and be filled up."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts.texts[i]))
+    return prompts.take([order[0], order[-1]])
 
 
 def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) -> Assembled:
@@ -234,12 +241,13 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         rewards, prompts = load_inputs(config)
     ahead = split_prompts(config.sample, accelerator.num_processes).total * (config.train.epochs - head["epoch"])
     # Before the model: a large text encoder and what is trained need not fit into memory together.
-    embedded = precompute_embeddings(config, texts_of_a_run(config, *prompts, head["prompts"], ahead), accelerator)
+    encoded = prompts_of_a_run(config, *prompts, head["prompts"], ahead)
+    embedded = precompute_embeddings(config, encoded, accelerator)
     method = Method(config, accelerator)
     with fail_together(accelerator):
         policy = Policy(load_model(config, accelerator.device), config, accelerator, method.loss)
-        flops = forward_flops(policy, prompts.training.texts[0])
-        messages = [str(embedded)] if embedded else []
+        flops = forward_flops(policy, encoded.take([0]))
+        messages = [*([str(embedded)] if embedded else []), *policy.model.messages]
         compiled, why = should_compile(config, flops, accelerator.device)
         start = time.perf_counter()
         messages += [*why, *(policy.compile() if compiled else [])]
@@ -267,7 +275,8 @@ def assemble(config: Config, accelerator: Accelerator, head: Mapping[str, Any]) 
         listed = ", ".join(f"{who} {format_bytes(size)}" for who, size in beside.items())
         messages.append(f"weights of the further policies that loss.name={config.loss.name} asks for: {listed}")
     state = State(parameters, optimizer, ema, old, prompt_list=prompts.training.digest)
-    return Assembled(policy, method, rewards, prompts, state, config, flops, messages, compiling)
+    examples = shortest_and_longest(encoded)
+    return Assembled(policy, method, rewards, prompts, examples, state, config, flops, messages, compiling)
 
 
 def start_accelerator(config: Config, together: bool = True, **options: Any) -> Accelerator:

@@ -17,6 +17,7 @@ from ..core.errors import InputError, first_line, shortened
 from ..core.kernels import KERNELS
 from ..core.schedule import PREDICTIONS, Schedule
 from ..core.tree import Plan
+from ..data.prompts import Prompts
 from ..engine.policy import Policy
 from ..engine.rollout import Epoch, Rollout
 from ..engine.score import as_bytes, middle_frames
@@ -174,7 +175,7 @@ def first_tree(
         ratio=stats.ratios.cpu(),
         scores={name: values[0] for name, values in scores.parts.items()} | {"total": scores.total[0]},
         shown=shown,
-        pictures=previews(policy, rollout.x0[shown]),
+        pictures=previews(policy, rollout.x0[shown], epoch.prompts.prompts.take([0])),
         latents=rollout.latents[0].cpu(),
     )
 
@@ -184,11 +185,11 @@ PREVIEW = 192
 
 
 @torch.no_grad()
-def previews(policy: Policy, latents: Float[Tensor, "n *latent"]) -> Tensor:
-    """Small pictures (uint8) of some latents, decoded a few at a time."""
+def previews(policy: Policy, latents: Float[Tensor, "n *latent"], prompt: Prompts) -> Tensor:
+    """Small pictures (uint8) of some of a prompt's latents, decoded a few at a time."""
     small: list[Tensor] = []
     for part in latents.split(policy.batch_sizes.decode):
-        pictures = middle_frames(policy.decode(part))
+        pictures = middle_frames(policy.decode(part, prompt.repeat(len(part))))
         scale = PREVIEW / max(pictures.shape[-2:])
         if scale < 1:
             pictures = functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)
