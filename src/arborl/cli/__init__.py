@@ -9,7 +9,7 @@ import click
 
 from ..core.errors import InputError, first_line
 from ..tools.output import tolerant_output
-from . import compare, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
+from . import compare, models, pages, rewards, training, weights  # noqa: F401 (each adds its commands to the app)
 from .app import app
 from .exits import exit_with_launcher, is_lost_connection, leave, one_line, ranks_connected, settle
 

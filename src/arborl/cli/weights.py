@@ -90,7 +90,7 @@ def evaluate_command(overrides: tuple[str, ...], run: Path | None, config_name: 
     model_class(config).check(config, may_fetch=True)
     trained = config_of(run, None, []) if run else None
     prompts, called = evaluation_prompts(config, model_class(config), trained)
-    policy = load_for_inference(config, run, prompts.texts[: config.eval.num_prompts])
+    policy = load_for_inference(config, run, prompts.take(range(min(len(prompts), config.eval.num_prompts))))
     with Console(stderr=True).status(f"scoring {config.eval.num_prompts} pictures"):
         found = evaluate(policy, rewards, prompts)
     for problem in found.problems:
@@ -127,17 +127,18 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
 
     Example: arborl embed prompts.txt model=sd35_medium
     """
-    from ..data.prompts import load_prompts
     from ..engine.precompute import precompute_embeddings
     from ..models import model_class
+    from ..run.inputs import prompts_for
     from ..run.setup import start_accelerator
 
     config = load_config(config_name or "tree", overrides)
-    texts = load_prompts(str(prompts), key="PROMPTS").texts
-    model_class(config).check(config, may_fetch=True)
+    family = model_class(config)
+    listed = prompts_for(config, family, str(prompts), "PROMPTS")
+    family.check(config, may_fetch=True)
     accelerator = start_accelerator(config)
     try:
-        found = precompute_embeddings(config, texts, accelerator, verify=False)
+        found = precompute_embeddings(config, listed, accelerator, verify=False)
     except KeyboardInterrupt:
         click.echo("stopped; what was encoded is kept, and the same command goes on", err=True)
         sys.exit(130)
