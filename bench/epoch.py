@@ -33,14 +33,16 @@ from arborl.engine.method import Method, make_plan, window_positions
 from arborl.engine.rollout import Epoch, Rollout, predict, sample_trees
 from arborl.engine.score import score
 from arborl.engine.update import Stats, Trained, TrainingCalls, clip_gradients, update
+from arborl.models.pipeline import JOINT_ATTENTION
 from arborl.run.run import Run
 from arborl.run.setup import prepare
 
-from .pipelines import build
+from . import more_pipelines
+from .pipelines import PIPELINES, build
 from .reward_files import TINY, VIT_H, clip_tokenizer, open_clip
 
 PROMPTS = [f"{what} {where}" for what in ("a cat", "a red house", "a dog") for where in ("at night", "by the sea", "")]
-GPU, CPU = ("sd35", "flux", "wan"), ("scenes",)
+GPU, CPU = ("sd35", "flux", "wan", "klein", "zimage", "qwen"), ("scenes",)
 WIDTHS = {"sample.batch_size": 32, "sample.decode_batch_size": 16, "train.batch_size": 32}
 
 
@@ -188,8 +190,9 @@ class Bench:
         run, state = self.run, self.run.state
         training, stats = TrainingCalls(run.policy, method.loss, rollout, advantage), Stats.of(method.loss)
         every = training.trained(keep)
+        zero = torch.zeros(1, dtype=torch.long)
         for prompt, edge, row in zip(every.prompt, every.edge, every.row, strict=True):
-            one = Trained(every.calls[row][None], prompt[None], edge[None], torch.zeros(1, dtype=torch.long))
+            one = Trained(every.calls[row][None], prompt[None], edge[None], zero, [zero])
             run.accelerator.backward(training.loss_of(one, stats, first=True) / len(every.edge))
         clip_gradients(state.parameters.values(), self.config.train.max_grad_norm)
         state.optimizer.step()
@@ -226,8 +229,18 @@ def pipeline(folder: Path, family: str, tiny: bool) -> Path:
     """A family's pipeline of random weights, made once."""
     where, device = folder / family, "cuda" if torch.cuda.is_available() else "cpu"
     if not where.exists():
-        size = "tiny" if tiny else "full"
-        build(family, size=size, device=device).to(torch.float32 if tiny else torch.bfloat16).save_pretrained(where)
+        size, dtype = ("tiny", torch.float32) if tiny else ("full", torch.bfloat16)
+        make = build if family in PIPELINES else more_pipelines.build
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            made = make(family, size=size, device=device)
+        finally:
+            torch.set_default_dtype(before)
+        made.to(dtype).save_pretrained(where)
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
     return where
 
 
@@ -270,6 +283,12 @@ def sd35(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row
         row = fast.epoch("tree")
         row.share["frontier"] = fast.full_frontier()
         yield row
+    if "loop" in options.ways:
+        more = ["model.family=pipeline", f"model.lora.targets=[{','.join(JOINT_ATTENTION)}]"]
+        loop = Bench(name, load_config("tree", settings(folder, "loop", *own, *more)), peak)
+        loop.epoch("tree by the pipeline's own loop, once to warm up")
+        yield loop.epoch("tree by the pipeline's own loop")
+        loop.close()
     if "flat" in options.ways:
         yield fast.epoch("flat", tree__plan="flat", advantage__name="flat", sample__group_size=16)
     if "tail" in options.ways:
@@ -310,6 +329,43 @@ def wan(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]
     yield from _other(folder, options, peak, "wan", "wan_branch", "Wan2.1 1.3 B", sizes)
 
 
+def qwen(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """Qwen-Image 20 B, LoRA, 512 px, 2 prompts."""
+    yield from _any(folder, options, peak, "qwen_image", "Qwen-Image 20 B", 8, 4)
+
+
+def zimage(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """Z-Image 6 B, LoRA, 512 px, 2 prompts; without guidance, as its Turbo."""
+    yield from _any(folder, options, peak, "z_image", "Z-Image 6 B", 16, 8, "sample.guidance_scale=0")
+
+
+def klein(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row]:
+    """FLUX.2-klein 4 B, LoRA, 512 px, 2 prompts."""
+    yield from _any(folder, options, peak, "flux2_klein", "FLUX.2-klein 4 B", 16, 8)
+
+
+def _any(
+    folder: Path,
+    options: argparse.Namespace,
+    peak: float,
+    family: str,
+    name: str,
+    sampled: int,
+    trained: int,
+    *more: str,
+) -> Iterator[Row]:
+    """A pipeline without a family of its own; two epochs, the second of which counts."""
+    own = [f"model.path={pipeline(folder, family, options.tiny)}", "rewards=brightness", "sample.num_prompts=2"]
+    own += [f"sample.batch_size={sampled}", "sample.decode_batch_size=4", f"train.batch_size={trained}", *more]
+    own += ["sample.resolution=32", "model.max_sequence_length=32"] if options.tiny else ["sample.resolution=512"]
+    bench = Bench(name, load_config("tree", settings(folder, family, *own, *options.set)), peak)
+    bench.epoch("tree, once to warm up")
+    row = bench.epoch("tree")
+    row.share["frontier"] = bench.full_frontier()
+    yield row
+    bench.close()
+
+
 def _other(
     folder: Path, options: argparse.Namespace, peak: float, family: str, preset: str, name: str, sizes: list[str]
 ) -> Iterator[Row]:
@@ -345,6 +401,9 @@ GROUPS: dict[str, Callable[[Path, argparse.Namespace, float], Iterator[Row]]] = 
     "sd35": sd35,
     "flux": flux,
     "wan": wan,
+    "qwen": qwen,
+    "zimage": zimage,
+    "klein": klein,
     "scenes": scenes,
 }
 
@@ -353,7 +412,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
     parser.add_argument(
-        "--ways", nargs="*", default=["tree", "flat", "tail", "w6", "w8", "nodes"], help="of SD3.5-medium"
+        "--ways", nargs="*", default=["tree", "loop", "flat", "tail", "w6", "w8", "nodes"], help="of SD3.5-medium"
     )
     parser.add_argument("--train", default="lora", choices=("lora", "full"), help="what is trained of SD3.5-medium")
     parser.add_argument("--set", nargs="*", default=[], help="further settings of SD3.5-medium, as key=value")
