@@ -1,5 +1,6 @@
 import atexit
 import gc
+import json
 import math
 import os
 import shutil
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
@@ -24,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # What waits in a buffer when Python ends is lost or found as with most people's Python, also where this one holds none.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# What Python compiles for one worker or command is kept for the next: there are dozens, and each begins with all of it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A time is never a test's outcome, and a run's examples are the same on every machine.
 settings.register_profile("arborl", deadline=None, derandomize=True)
 settings.load_profile("arborl")
@@ -59,7 +63,7 @@ install_import_hook(
         "arborl.run.trees",
         "arborl.worlds.scenes",
     ],
-    "beartype.beartype",
+    "checking.checked",
 )
 
 import torch  # noqa: E402
@@ -75,9 +79,11 @@ from arborl.engine.contracts import loss_of  # noqa: E402
 from arborl.engine.policy import Policy  # noqa: E402
 from arborl.engine.rollout import Rollout, grow_trees  # noqa: E402
 from arborl.models import Model, load_model  # noqa: E402
+from arborl.models.call import SETTINGS_FOR  # noqa: E402
 from arborl.run.trees import TreeFile  # noqa: E402
 from arborl.worlds.scenes import FOLDER  # noqa: E402
 from arborl.worlds.scenes.grammar import split  # noqa: E402
+from bench import more_pipelines  # noqa: E402
 from bench.pipelines import build  # noqa: E402
 
 from browser import MISSING  # noqa: E402
@@ -113,7 +119,7 @@ def sd3_overrides(sd3_folder: Path, prompt_file: Path) -> list[str]:
         "sample.resolution=64",
         "sample.num_steps=6",
         "sample.num_prompts=2",
-        "tree.w=3",
+        "tree.w=2",
         "eval.num_prompts=4",
         "log.record_every=0",
     ]
@@ -164,6 +170,73 @@ def tiny_overrides(family: str, folder: Path) -> list[str]:
         "log.record_every=0",
         *TINY[family],
     ]
+
+
+EDITORS = ("flux_kontext", "qwen_image_edit", "qwen_image_edit_plus", "wan_i2v", "wan22_5b_i2v", "ltx_i2v")
+"""Pipelines that are given a picture beside the text."""
+TEXTS = ("a photo of a cat", "red house", "a dog that describes the image in detail and a blue cat")
+"""Texts of different length."""
+NEVER_SAID = ("max_area", "use_resolution_binning")
+"""Arguments of calls that the model gives itself."""
+
+
+def noise_picture(seed: int, size: tuple[int, int]) -> PIL.Image.Image:
+    """A picture of nothing, unlike that of any other seed; width first."""
+    draw = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=draw, dtype=torch.uint8)
+    return PIL.Image.frombytes("RGB", size, pixels.numpy().tobytes())
+
+
+@pytest.fixture(scope="session")
+def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A real pipeline that has no family of its own, built once. Beside it lie prompts, with a picture each where it
+    takes one.
+    """
+    folders: dict[str, Path] = {}
+
+    def folder(name: str, **options: object) -> Path:
+        key = "-".join([name, *map(str, options.values())])
+        if key not in folders:
+            beside = tmp_path_factory.mktemp(key)
+            more_pipelines.build(name, **options).save_pretrained(beside / name)
+            size = more_pipelines.CALLS[name]["width"], more_pipelines.CALLS[name]["height"]
+            for i in range(len(TEXTS)):
+                noise_picture(i, size).save(beside / f"{i}.png")
+            rows = [{"prompt": text, "source": f"{i}.png"} for i, text in enumerate(TEXTS)]
+            (beside / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+            folders[key] = beside / name
+        return folders[key]
+
+    return folder
+
+
+def pipeline_overrides(name: str, folder: Path) -> list[str]:
+    """A pipeline by its folder and what its call is given, with as little of everything as teaches: both experts of
+    Wan2.2 have a step in the window.
+    """
+    found = [
+        f"model.path={folder}",
+        f"prompts.path={folder.parent / 'prompts.jsonl'}",
+        "prompts.held_out=0",
+        "model.lora.rank=4",
+        "rewards=brightness",
+        "sample.guidance_scale=3",
+        "sample.num_steps=6",
+        "sample.num_prompts=2",
+        "sample.batch_size=8",
+        "sample.decode_batch_size=8",
+        "train.batch_size=8",
+        "kernel.eta=0.3",
+        "tree.w=3",
+        "eval.num_prompts=2",
+        "log.trackers=[]",
+        "log.record_every=0",
+    ]
+    for argument, value in more_pipelines.CALLS[name].items():
+        if argument not in NEVER_SAID:
+            key = SETTINGS_FOR.get(argument, f"model.call.{argument}")
+            found.append(f"{key}={str(value).lower()}")
+    return [*found, "model.call.image=column:source"] if name in EDITORS else found
 
 
 def make(overrides: list[str], name: str = "mixture") -> tuple[Config, Model]:
@@ -221,19 +294,13 @@ def recorded_tree(leaves_without_score: bool = False) -> TreeFile:
 
 
 LONG = (
-    *("models/test_models", "test_every_setting", "test_processes", "test_scenes", "test_compare", "test_rewards"),
-    *(
-        "test_presets",
-        "test_remote",
-        "test_update",
-        "test_losses",
-        "test_survival",
-        "test_run",
-        "test_doctor",
-        "test_compile",
-    ),
-    *("test_plans", "test_extending", "test_commands", "test_fuzz", "test_learns", "test_report", "test_cli"),
-    *("test_recorded", "test_reward_hacking", "test_mixture", "test_rollout", "test_prune", "test_embedding_cache"),
+    *("models/test_models", "models/test_any_pipeline", "test_processes", "test_scenes", "test_every_setting"),
+    *("test_strangers", "test_survival", "test_run", "test_compare", "test_presets", "test_rewards", "test_losses"),
+    *("test_report", "test_foreign_files", "test_remote", "test_doctor", "test_output", "test_evaluations"),
+    *("test_update", "test_imports", "test_cli", "test_commands", "test_configuration", "test_extending"),
+    *("test_compile", "test_fuzz", "test_broken_checkpoints", "test_mixture", "test_nonfinite", "test_learns"),
+    *("test_rollout", "test_prune", "test_environment", "test_manners", "test_recorded", "test_reward_hacking"),
+    "test_embedding_cache",
 )
 """Files that take the longest, in that order: begun first, so that no worker is left with one of them at the end."""
 

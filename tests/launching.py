@@ -300,27 +300,35 @@ def forked(
         return process.ended()
 
 
-def ranks(
+@contextmanager
+def started_ranks(
     count: int, *arguments: str, cwd: Path, machines: int = 1, environment: Mapping[str, str] | None = None
-) -> list[Ended]:
+) -> Iterator[list[Fork]]:
     """`arborl` in several processes that know of each other, on what they take for so many machines.
 
     Nobody ends one for another here, as a launcher would: each must come to its end by itself.
     """
-    if count == 1:
-        return [forked(*arguments, cwd=cwd, environment=environment)]
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1])}
     here = count // machines
     known = place | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)} | dict(environment or {})
     with ExitStack() as stack:
-        started = [
+        yield [
             stack.enter_context(
                 Fork(*arguments, cwd=cwd, environment=known | {"RANK": str(rank), "LOCAL_RANK": str(rank % here)})
             )
             for rank in range(count)
         ]
+
+
+def ranks(
+    count: int, *arguments: str, cwd: Path, machines: int = 1, environment: Mapping[str, str] | None = None
+) -> list[Ended]:
+    """As many processes as that, run to the end."""
+    if count == 1:
+        return [forked(*arguments, cwd=cwd, environment=environment)]
+    with started_ranks(count, *arguments, cwd=cwd, machines=machines, environment=environment) as started:
         return [process.ended() for process in started]
 
 

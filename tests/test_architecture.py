@@ -26,7 +26,7 @@ ORDER = [
     "verbs",
     "cli",
 ]  # docs/architecture.md draws it
-VERBS = {"trainer", "sample", "export", "doctor"}
+VERBS = {"trainer", "sample", "export", "doctor", "model_check"}
 ROOT = {"__init__", "__main__"}
 EXCEPTIONS = {
     ("config", "models"): "the pipeline at model.path names its family, and with it the settings to begin with",

@@ -1,9 +1,7 @@
 """`arborl doctor`: quiet about a healthy run, and it finds each planted fault."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from arborl.cli import main
 from arborl.config import load_config, with_settings
 from arborl.core.errors import InputError
 from arborl.core.kernels import Gaussian
-from arborl.data.prompts import split_prompts
+from arborl.data.prompts import Prompts, split_prompts
 from arborl.doctor import Subject, _broken_canary, examine
 from arborl.engine.autotune import Trial, choose, describe_batches, max_rows, trials
 from arborl.engine.checks import Finding, check_pictures, check_spread, spread_of
@@ -25,6 +23,7 @@ from arborl.run import setup
 from arborl.trainer import train
 
 from conftest import make_policy
+from launching import Ended, ranks
 
 CPU = torch.device("cpu")
 MIXTURE = load_config("mixture")
@@ -40,7 +39,7 @@ def wrong(found: dict[str, Finding]) -> set[str]:
 
 
 def test_a_healthy_model_has_nothing_wrong(sd3_overrides, tmp_path: Path):
-    found = findings([*sd3_overrides, f"log.dir={tmp_path}", "train.learning_rate=1e-2"], seconds=8)
+    found = findings([*sd3_overrides, f"log.dir={tmp_path}", "train.learning_rate=1e-2"], seconds=3)
     assert not wrong(found), found
     assert {*found} >= {
         "free disk",
@@ -184,6 +183,7 @@ class TestPlantedFaults:
         sys.modules.pop("lucky", None)
         monkeypatch.syspath_prepend(tmp_path)
         chosen = [*QUICK, "rewards=none", "rewards.mine.fn=lucky:lucky"]
+        torch.manual_seed(0)
         found = findings(chosen)["reward mine"]
         assert found.ok is ok, found
         assert ("differently each time" in found.measured) == (ok is not True)
@@ -217,51 +217,48 @@ class TestPlantedFaults:
         """As some published ones do: fine in float32, too large for float16, and clamping hides it."""
         policy = make_policy([*sd3_overrides, "sample.decode_batch_size=2"])
         latents = torch.randn(2, *policy.latent_shape)
-        _, whole = check_pictures(policy, latents)
+        _, whole = check_pictures(policy, latents, Prompts(["a dog"] * len(latents), {}))
         assert whole.ok
         vae = policy.model.pipe.vae
         with torch.no_grad():
             vae.decoder.conv_in.weight *= 3e4
             vae.decoder.conv_in.bias *= 3e4
-        assert check_pictures(policy, latents)[1].ok, "its group norms undo the scale, so float32 does not mind"
+        assert check_pictures(policy, latents, Prompts(["a dog"] * len(latents), {}))[1].ok, (
+            "its group norms undo the scale, so float32 does not mind"
+        )
         vae.half()
         honest = vae.decode
         monkeypatch.setattr(vae, "decode", lambda z, **named: honest(z.half(), **named))
-        _, finding = check_pictures(policy, latents)
+        _, finding = check_pictures(policy, latents, Prompts(["a dog"] * len(latents), {}))
         assert finding.ok is False
         assert "overflow" in finding.measured
         assert "float16" in finding.measured
         assert "float32" in finding.advice
 
     def test_gradients_that_are_not_synchronised(self, tmp_path: Path):
-        done = unwrapped(tmp_path, "doctor", "--canary", "0", "--json")
-        assert done.returncode != 0
-        found = {row["what"]: row for row in map(json.loads, done.stdout.splitlines())}
-        assert found["processes"]["ok"] is False, done.stderr
+        first, _ = unwrapped(tmp_path, "doctor", "--canary", "0", "--json")
+        assert first.code != 0
+        found = {row["what"]: row for row in map(json.loads, re.findall(r"^\{.*\}$", first.said, re.MULTILINE))}
+        assert found["processes"]["ok"] is False, first.said
         assert "gradients are not synchronised" in found["processes"]["advice"]
 
     @pytest.mark.slow
     def test_gradients_that_are_not_synchronised_stop_a_run(self, tmp_path: Path):
-        done = unwrapped(tmp_path, "train")
-        assert done.returncode != 0
-        (told,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        first, second = unwrapped(tmp_path, "train")
+        assert 0 not in (first.code, second.code)
+        (told,) = first.errors + second.errors
         assert "gradients differ between them after the first backward pass" in told
-        assert "Traceback" not in done.stderr.split("error:")[0]
+        assert "Traceback" not in first.said.split("error:")[0]
 
 
-def unwrapped(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def unwrapped(folder: Path, *arguments: str) -> list[Ended]:
     """Two processes whose model nobody has wrapped."""
     (folder / "unwrapped.py").write_text(
-        "import sys\n"
         "from accelerate import Accelerator\n"
+        "from arborl.worlds.mixture import MixtureModel as Model\n"
         "Accelerator.prepare_model = lambda self, model, **options: model\n"
-        "from arborl.cli import main\n"
-        "main(sys.argv[1:])\n"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "unwrapped.py"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, *arguments, "-c", "mixture", *QUICK]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
+    return ranks(2, *arguments, "-c", "mixture", "model.family=unwrapped:Model", *QUICK, cwd=folder)
 
 
 def test_the_command(tmp_path: Path, monkeypatch, capsys):

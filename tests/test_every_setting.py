@@ -5,8 +5,11 @@ key of the schema has a line here: another value, the base it is changed on, and
 without a line fails.
 """
 
+import atexit
 import itertools
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +35,7 @@ from arborl.run import evaluations
 from arborl.run.logger import Logger
 from arborl.run.setup import assemble, start_accelerator
 from arborl.worlds.mixture import PLACES, MixtureModel
+from bench import more_pipelines
 from bench.reward_files import clip_folder, clip_tokenizer
 
 from conftest import CPU, TINY
@@ -148,14 +152,22 @@ def hacked(overrides: list[str], folder: Path) -> Any:
         return len(timeless(run_of(overrides, folder))), sum("reward hacking" in text for text in said)
 
 
+@cache
+def reward_files() -> Path:
+    """A folder with the files of a reward that asks a network, and with another network."""
+    home = Path(tempfile.mkdtemp(prefix="arborl-test-rewards-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    clip_folder(home / "clip_ckpt")
+    clip_folder(home / "other", activation="gelu")
+    clip_tokenizer(home / "tokenizer")
+    return home
+
+
 def network(overrides: list[str], folder: Path) -> Any:
     """How a reward's network is loaded and asked for four pictures, and what it answers."""
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        clip_folder(folder / "clip_ckpt")
-        clip_folder(folder / "other", activation="gelu")
-        clip_tokenizer(folder / "tokenizer")
+        patch.chdir(reward_files())
         for name in ("load", "score"):
             real = getattr(ClipScore, name)
 
@@ -171,9 +183,7 @@ def network(overrides: list[str], folder: Path) -> Any:
 def missing(overrides: list[str], folder: Path) -> Any:
     """What a reward says of weights that are not there; None where nothing is missing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        clip_folder(folder / "clip_ckpt")
-        clip_tokenizer(folder / "tokenizer")
+        patch.chdir(reward_files())
         try:
             rewards_of(load_config("mixture", ["rewards=none", *overrides]))
         except InputError as error:
@@ -261,6 +271,19 @@ PIPELINE = on(
     "prompts.cache=none",
     *TINY["sd3"],
 )
+EXPERTS = on(
+    "model.path={experts}",
+    "model.lora.rank=2",
+    "rewards=brightness",
+    "sample.resolution=32",
+    "sample.num_frames=5",
+    "sample.num_steps=6",
+    "sample.sigmas=shift",
+    "sample.shift=1",
+    "sample.guidance_scale=3",
+    "tree.w=2",
+    "tree.s=0",
+)
 GUIDED = (*PIPELINE, "sample.guidance_scale=3")
 FLAT = on("algo=flat", "sample.group_size=4")
 BRANCH = on("algo=branch", "sample.num_steps=8", "tree.split_points=[0,2]")
@@ -280,6 +303,8 @@ CASES = {
     "model.lora.rank": Case("3", PIPELINE),
     "model.lora.alpha": Case("3", PIPELINE),
     "model.lora.targets": Case("[attn.to_q]", PIPELINE),
+    "model.components": Case("[transformer_2]", EXPERTS),
+    "model.call.<name>": Case("1", EXPERTS, reward="guidance_scale_2"),
     "model.dtype": Case("bfloat16", PIPELINE, loaded),
     "model.vae_dtype": Case("float16", PIPELINE, loaded),
     "model.max_sequence_length": Case("6", PIPELINE),
@@ -425,7 +450,8 @@ def at(
     (home / "fewer").write_text("a dot at the top right\n")
     (home / "many").write_text("".join(f"dot {i} at the {name}\n" for i in range(25) for name in PLACES))
     paths = {name: home / name for name in ("prompts", "fewer", "many", "cache", "elsewhere")}
-    paths |= {"sd3": tiny_folder("sd3"), "other": tiny_folder("sd3", seed=1)}
+    paths |= {"sd3": tiny_folder("sd3"), "other": tiny_folder("sd3", seed=1), "experts": home / "experts"}
+    more_pipelines.build("wan22_a14b").save_pretrained(paths["experts"])
 
     @cache
     def seen(look: Look, settings: tuple[str, ...]) -> Any:

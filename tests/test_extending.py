@@ -1,9 +1,8 @@
 """docs/extending.md and examples/ as a reader would run them, only smaller; and every error that the page shows."""
 
-import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -113,22 +112,17 @@ EXAMPLES = {
     "own_model.py": [*SMALL[:3], "eval.every=1"],
     "reading_a_run.py": [],  # of the newest run
 }
-RUN_ALL = """
-import runpy, sys
-for name, arguments in {examples}.items():
-    sys.argv, sys.path[0] = [name, *arguments], {folder!r}
-    runpy.run_path(f"{folder}/{{name}}", run_name="__main__")
-"""
 
 
-def test_examples_run(tmp_path: Path):
-    """One after the other in one process, because imports take most of the time."""
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """One after the other, as `python examples/...` runs them, but for the imports, which take most of the time."""
     assert {*EXAMPLES} == {path.name for path in (ROOT / "examples").glob("*.py")}
-    code = RUN_ALL.format(examples=EXAMPLES, folder=str(ROOT / "examples"))
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    for name, arguments in EXAMPLES.items():
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    printed = capsys.readouterr().out
     for told in ("captions that came true", "after 1 epochs", "most was decided at step", "reading.png"):
-        assert told in done.stdout
+        assert told in printed
     assert (tmp_path / "runs" / "tree-2" / "reading.png").stat().st_size > 0

@@ -7,7 +7,8 @@ import pytest
 from arborl.cli import main
 from arborl.config import presets
 
-from recorded.runs import PRESETS, Case, cases, differences, launch, machine, numbers, recorded
+from launching import ranks
+from recorded.runs import PRESETS, Case, cases, differences, machine, numbers, recorded
 
 EVERY_TIME = {"mixture-full", "tree-full", "branch_mix-lora", "mixture-full-two", "mixture-full-resumed"}
 """Of most kinds one; the others, a hundred, under slow."""
@@ -19,7 +20,12 @@ def test_every_preset_is_recorded():
     assert {case.name for case in cases()} > EVERY_TIME
 
 
-def in_this_process(arguments: list[str], processes: int, cwd: Path) -> None:
+def here(arguments: list[str], processes: int, cwd: Path) -> None:
+    """Without waiting for imports: in this process, or in several that are forked."""
+    if processes > 1:
+        for ended in ranks(processes, "train", *arguments, cwd=cwd):
+            assert ended.code == 0, ended.said
+        return
     with pytest.raises(SystemExit) as end:
         main(["train", *arguments])
     assert not end.value.code
@@ -31,5 +37,5 @@ def in_this_process(arguments: list[str], processes: int, cwd: Path) -> None:
 )
 def test_the_numbers_are_as_recorded(case: Case, tmp_path: Path):
     known = recorded()
-    found = numbers(case, tmp_path, in_this_process if case.processes == 1 else launch)
+    found = numbers(case, tmp_path, here)
     assert not differences(known["runs"][case.recorded_as()], found, known["machine"] == machine())

@@ -357,7 +357,8 @@ def test_a_comparison_takes_nobodys_place(foreign: Foreign, finished: Path, caps
 
     taken_one_at_a_time(foreign, [out], ("file", "link", "dangling link"), compare)
     results = [out / name for name in ("compare.md", "compare.json", "compare.png", "report.html")]
-    taken_one_at_a_time(foreign, results, KINDS, compare)
+    taken_one_at_a_time(foreign, results, KINDS[:1], compare)
+    taken_one_at_a_time(foreign, results[1:2], KINDS[1:], compare)
     taken_one_at_a_time(foreign, [out / "mixture"], ("file", "link", "dangling link"), compare)
     runs = [out / "mixture" / "seed-0", out / "mixture" / "seed-0.log"]
     taken_one_at_a_time(foreign, runs, KINDS, compare)

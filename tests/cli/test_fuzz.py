@@ -181,7 +181,7 @@ class TestOverrides:
     def test_any_are_a_plan_or_one_line(self, preset: str, given: list[str]):
         outcome(lambda: load_config(preset, given))
 
-    @settings(max_examples=40 * MORE)
+    @settings(max_examples=25 * MORE)
     @given(given=shapes())
     def test_any_shape_is_a_plan_or_one_line(self, given: list[str]):
         outcome(lambda: load_config("mixture", given))
@@ -335,7 +335,7 @@ FILES = {
 
 
 class TestFiles:
-    @settings(max_examples=30 * MORE)
+    @settings(max_examples=20 * MORE)
     @given(content=st.one_of(*[documents()] * 9, st.binary(max_size=60)))
     def test_a_preset_of_ones_own_is_a_plan_or_one_line(self, content: bytes):
         Path("mine.yaml").write_bytes(content)

@@ -24,6 +24,7 @@ from arborl.worlds.scenes import FOLDER
 from conftest import ROOT
 
 SOURCE = ROOT / "src" / "arborl"
+TREE = load_config("tree")
 
 
 class TestConfiguration:
@@ -238,13 +239,13 @@ class TestEnvironment:
         save_config(config, tmp_path / "config.yaml")
         assert read_config(tmp_path / "config.yaml") == config
 
-    @settings(max_examples=50)
+    @settings(max_examples=30)
     @given(
         text=st.lists(st.sampled_from(["\\", "${", "seed", "oc.env:A_KEY", "}", "'", " a"]), max_size=7).map("".join)
     )
     def test_any_text_survives_its_file(self, text: str):
         given = {"rewards.scene.fn": text, "eval.rewards": [text], "rewards.scene.url": [text]}
-        config = with_settings(load_config("tree"), given)
+        config = with_settings(TREE, given)
         save_config(config, Path("config.yaml"))
         assert read_config(Path("config.yaml")) == config
 

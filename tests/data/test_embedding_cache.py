@@ -15,9 +15,9 @@ from torch import Tensor
 from arborl.cli import main
 from arborl.config import load_config
 from arborl.core.errors import InputError
-from arborl.data.embedding_cache import Embeddings, cache_folder, fingerprint
+from arborl.data.embedding_cache import Embeddings, Request, cache_folder, fingerprint
 from arborl.data.prompts import Prompts, prompt_order
-from arborl.engine.precompute import texts_of_a_run
+from arborl.engine.precompute import prompts_of_a_run
 from arborl.trainer import train
 
 from conftest import tiny_overrides
@@ -36,17 +36,22 @@ class Encoder:
         self.opened += 1
         yield self.encode
 
-    def encode(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def encode(self, requests: Sequence[Request]) -> list[dict[str, Tensor]]:
+        texts = [request.text for request in requests]
         if len(self.asked) == self.fail_at:
             raise KeyboardInterrupt
         self.asked += texts
         seeds = [torch.Generator().manual_seed(sum(text.encode()) + len(text)) for text in texts]
         long = torch.stack([torch.randn(3, 4, generator=seed) for seed in seeds])
-        return {"text": long.to(torch.bfloat16), "pooled": long[:, 0]}
+        return [{"text": row.to(torch.bfloat16), "pooled": row[0]} for row in long]
 
 
 def kept(folder: Path, encoder: Encoder | None = None, **settings: str | int) -> Embeddings:
     return Embeddings(folder, {"encoders": "x", **settings}, encoder or Encoder())
+
+
+def texts_of(requests: Sequence[Request]) -> list[str]:
+    return [request.text for request in requests]
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -59,7 +64,8 @@ def test_what_is_loaded_is_what_was_encoded(texts: list[str], tmp_path_factory: 
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
     folder, encoder = tmp_path_factory.mktemp("cache"), Encoder()
     first = kept(folder, encoder).get(texts)
-    assert equal(first, Encoder().encode(texts))
+    rows = Encoder().encode([Request(text) for text in texts])
+    assert equal(first, {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
     assert equal(kept(folder, encoder).get(texts), first)
     assert sorted(encoder.asked) == sorted(set(texts))  # each once, whatever was asked
 
@@ -89,7 +95,7 @@ def test_a_damaged_entry_is_rebuilt_not_trusted(how: str, tmp_path: Path):
     first = cache.get(["a cat", "a dog"])
     path = cache.path("a dog")
     path.write_bytes(DAMAGE[how](path.read_bytes()))
-    assert cache.missing(["a cat", "a dog"]) == ["a dog"]
+    assert texts_of(cache.missing(["a cat", "a dog"])) == ["a dog"]
     assert equal(cache.get(["a cat", "a dog"]), first)
     assert encoder.asked == ["a cat", "a dog", "a dog"]
     assert equal(cache.get(["a dog", "a cat"]), {name: tensor[[1, 0]] for name, tensor in first.items()})
@@ -123,7 +129,7 @@ def test_a_long_list_is_not_read_to_the_end_to_go_on(tmp_path: Path):
     path = cache.path("a dog")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     cache.path("red house").write_bytes(path.read_bytes()[:-1])
-    assert cache.missing(["a cat", "a dog", "red house"], verify=False) == ["red house"]
+    assert texts_of(cache.missing(["a cat", "a dog", "red house"], verify=False)) == ["red house"]
 
 
 def test_an_interrupted_fill_goes_on_where_it_stopped(tmp_path: Path):
@@ -132,7 +138,7 @@ def test_an_interrupted_fill_goes_on_where_it_stopped(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         kept(tmp_path, encoder).fill(texts, 2)
     cache = kept(tmp_path, again := Encoder())
-    assert cache.missing(texts) == texts[6:]
+    assert texts_of(cache.missing(texts)) == texts[6:]
     cache.fill(cache.missing(texts), 2)
     assert again.asked == texts[6:]
     assert not cache.missing(texts)
@@ -143,7 +149,7 @@ def test_an_interrupted_fill_goes_on_where_it_stopped(tmp_path: Path):
 
 def test_texts_that_are_always_needed_are_among_the_missing(tmp_path: Path):
     cache = Embeddings(tmp_path, {}, Encoder(), always=[""])
-    assert cache.missing(["a", "b", "a"]) == ["", "a", "b"]
+    assert texts_of(cache.missing(["a", "b", "a"])) == ["", "a", "b"]
 
 
 def test_a_fingerprint_is_of_names_and_contents(tmp_path: Path):
@@ -195,8 +201,8 @@ def test_a_run_asks_for_what_its_epochs_and_evaluations_see():
     prompts, held_out = Prompts([f"p{i}" for i in range(50)], {}), Prompts(["e0", "e1", "e2"], {})
     for start, count in ((0, 12), (44, 12), (7, 50), (7, 99)):
         seen = {f"p{i}" for place in range(start, start + count) for i in prompt_order(50, place, 1, config.seed)}
-        assert set(texts_of_a_run(config, prompts, held_out, start, count)) == seen | {"e0", "e1"}
-    assert set(texts_of_a_run(config, prompts, held_out, 7, 10**12)) == {*prompts.texts, "e0", "e1"}
+        assert set(prompts_of_a_run(config, prompts, held_out, start, count).texts) == seen | {"e0", "e1"}
+    assert set(prompts_of_a_run(config, prompts, held_out, 7, 10**12).texts) == {*prompts.texts, "e0", "e1"}
 
 
 class TestCommand:

@@ -5,6 +5,7 @@ import torch
 
 from arborl.config import load_config
 from arborl.core.noise import fold
+from arborl.data.prompts import Prompts
 from arborl.engine.autotune import find_bitwise_batch_sizes, forward_flops, should_compile
 from arborl.engine.method import make_plan
 
@@ -27,7 +28,7 @@ def test_trained_rows_come_in_calls_that_are_rounded_alike(tiny_folder, odd):
         return plain(x[:1], t[:1], cond[:1]).expand(x.shape) * (1.001 if len(x) in odd else 1)
 
     model.predict, policy.compiled = answers, True
-    told = find_bitwise_batch_sizes(config, policy, "a dog")
+    told = find_bitwise_batch_sizes(config, policy, Prompts(["a dog"], {}))
     assert seen == [(size, True) for size in (8, *range(2, 8))]
     assert policy.bitwise_batch_sizes == tuple(size for size in range(2, 9) if size not in odd)
     assert [f"of {', '.join(map(str, odd))} rows would not be rounded like those of 8" in line for line in told] == (
@@ -47,7 +48,7 @@ def test_operations_are_the_models_own(sd3_overrides):
     counts = []
     for more in ([], ["model.lora.rank=64"], ["sample.guidance_scale=2"], ["model.train=full"]):
         policy = make_policy([*sd3_overrides, *more])
-        counts.append(forward_flops(policy, "a dog"))
+        counts.append(forward_flops(policy, Prompts(["a dog"], {})))
     assert counts[0] == counts[1] == counts[3]
     assert counts[2] == 2 * counts[0]
     blocks = sum(p.numel() for name, p in policy.module.named_parameters() if "transformer_blocks" in name)

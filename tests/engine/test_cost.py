@@ -2,20 +2,28 @@
 
 import itertools
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
+from arborl.cli import main
 from arborl.config import load_config, options, with_settings
 from arborl.core.schedule import shifted
 from arborl.engine.cost import costs, count_model_calls, epochs_within, forecast
 from arborl.engine.method import make_plan
 
 
-def plan_json(*arguments: str) -> dict:
-    command = [sys.executable, "-m", "arborl", "plan", *arguments, "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+@pytest.fixture
+def plan_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
+    """What `arborl plan --json` prints."""
+
+    def printed(*arguments: str) -> dict:
+        with pytest.raises(SystemExit) as stopped:
+            main(["plan", *arguments, "--json"])
+        assert stopped.value.code == 0
+        return json.loads(capsys.readouterr().out)
+
+    return printed
 
 
 def slow_tree(steps: int, start: int, w: int, k: int) -> tuple[int, int, int]:
@@ -52,10 +60,9 @@ def test_counts_are_those_of_a_tree_grown_node_by_node(w: int, k: int):
     assert found["flat"]["forward_backwards"] == found["images"] * 9
 
 
-def test_plan_json_of_the_readme_case():
+def test_plan_json_of_the_readme_case(plan_json):
     overrides = ["tree.w=4", "tree.k=2", "sample.num_prompts=2", "sample.num_trees=1", "sample.num_steps=10"]
-    command = [sys.executable, "-m", "arborl", "plan", *overrides, "--json"]
-    answer = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    answer = plan_json(*overrides)
     assert answer["images"] == 32
     assert answer["training_samples"] == 30
     assert answer["positions"][0] == {"window": 0, "forwards": 222, "forward_backwards": 30}
@@ -64,12 +71,12 @@ def test_plan_json_of_the_readme_case():
     assert answer["ratio"] == pytest.approx((320 + 3 * 288) / (sum(costs) / len(costs)), abs=1e-3)
 
 
-def test_tree_of_the_readme():
+def test_tree_of_the_readme(plan_json):
     found = plan_json("sample.num_prompts=1", "model=mixture", "tree.w=4", "tree.k=2", "sample.num_steps=10")
     assert found["positions"][0] == {"window": 0, "forwards": 111, "forward_backwards": 15}
 
 
-def test_branch_with_20_steps_and_four_splits():
+def test_branch_with_20_steps_and_four_splits(plan_json):
     found = plan_json(
         "algo=branch", "sample.num_steps=20", "tree.split_points=[0,3,6,9]", "sample.num_prompts=1", "model=mixture"
     )
@@ -77,7 +84,7 @@ def test_branch_with_20_steps_and_four_splits():
     assert found["positions"] == [{"window": 0, "forwards": 203, "forward_backwards": 203 - 16}]
 
 
-def test_mix_computes_the_shared_prefix_once():
+def test_mix_computes_the_shared_prefix_once(plan_json):
     found = plan_json(
         "algo=mix",
         "sample.num_steps=25",

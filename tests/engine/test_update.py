@@ -201,7 +201,9 @@ def test_one_forward_per_parent_equals_one_forward_per_edge():
     shared = training.loss_of(every, stats, False)
     assert calls == [4 * 15]
     apart = sum(
-        training.loss_of(Trained(every.calls[r][None], p[None], e[None], torch.tensor([0])), stats, False)
+        training.loss_of(
+            Trained(every.calls[r][None], p[None], e[None], torch.tensor([0]), [torch.tensor([0])]), stats, False
+        )
         for p, e, r in zip(every.prompt, every.edge, every.row, strict=True)
     )
     assert len(calls) == 1 + 4 * 30

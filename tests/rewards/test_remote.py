@@ -42,6 +42,7 @@ from arborl.rewards.remote import RemoteReward
 from arborl.rewards.serve import serve
 
 from conftest import ROOT
+from launching import Fork
 
 TOKEN = "a-token-of-tests"
 
@@ -1024,16 +1025,14 @@ def mortal(images, prompts, columns):
 @contextmanager
 def served(reward: str, folder: Path, port: int = 0, calls: int = 1000) -> Iterator[str]:
     """`arborl serve` in another process."""
-    command = [sys.executable, "-c", "from arborl.cli import main; main()"]
-    command += ["serve", reward, "--port", str(port), "--device", "cpu"]
-    environment = os.environ | {"CALLS": str(calls), "ARBORL_REWARD_TOKEN": TOKEN}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment) as server:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        try:
-            yield re.findall(r"http://\S+", line)[0]
-        finally:
-            server.terminate()
+    words = ["serve", reward, "--port", str(port), "--device", "cpu"]
+    environment = {"CALLS": str(calls), "ARBORL_REWARD_TOKEN": TOKEN}
+    with Fork(*words, cwd=folder, environment=environment) as server:
+        server.until(lambda: bool(re.findall(r"http://\S+\s", server.said)))
+        yield re.findall(r"http://\S+", server.said)[0]
+        with suppress(ProcessLookupError):  # some end before
+            server.signal(signal.SIGTERM)
+        server.ended()
 
 
 class TestRuns:

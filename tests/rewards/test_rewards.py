@@ -5,10 +5,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -66,6 +67,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clip_tokenizer(home / "tokenizer")
     bert_tokenizer(home / "bert")
     return home
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenizer_is_read_once(files: Path) -> Iterator[None]:
+    """CLIP's tokenizer among these files, which takes longer to read than a tiny network takes to load and to run."""
+    honest = ClipTokens._load
+    kept = cache(honest)
+
+    def load(self: ClipTokens, folder: Path) -> Any:
+        return kept(None, folder.resolve()) if folder.resolve() == files / "tokenizer" else honest(self, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClipTokens, "_load", load)
+        yield
 
 
 @pytest.fixture
@@ -153,15 +168,18 @@ class TestPlainTransformers:
     def images(self, request) -> Tensor:
         return pictures(3, *request.param)
 
-    def features(self, folder: Path, images: Tensor) -> tuple[Tensor, Tensor, float, float]:
-        """Unit vectors of pictures and prompts, the logit scale, and what the resize alone does to a cosine."""
+    @staticmethod
+    @cache
+    def loaded(folder: Path) -> tuple[Any, Any]:
         from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-        model, side = CLIPModel.from_pretrained(folder).eval(), {"shortest_edge": 56}
-        processor = CLIPProcessor(
-            CLIPImageProcessorPil(size=side, crop_size={"height": 56, "width": 56}),
-            CLIPTokenizer.from_pretrained("tokenizer"),
-        )
+        pictures = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+        processor = CLIPProcessor(pictures, CLIPTokenizer.from_pretrained("tokenizer"))
+        return CLIPModel.from_pretrained(folder).eval(), processor
+
+    def features(self, folder: Path, images: Tensor) -> tuple[Tensor, Tensor, float, float]:
+        """Unit vectors of pictures and prompts, the logit scale, and what the resize alone does to a cosine."""
+        model, processor = self.loaded(folder)
         given_ = processor(text=PROMPTS, images=as_pil(images), return_tensors="pt", padding=True, truncation=True)
         with torch.no_grad():
             out = model(**given_)
@@ -852,13 +870,8 @@ def test_a_run_can_be_looked_at_from_another_folder(here, sd3_with_clip_words, t
 
 def test_hps_and_clip_one_to_one(here, sd3_with_clip_words, tmp_path, capsys):
     options = [f"model.path={sd3_with_clip_words}", "sample.resolution=16", "model.max_sequence_length=4"]
-    options += [
-        "train.epochs=1",
-        "eval.num_prompts=2",
-        f"log.dir={tmp_path}",
-        "run_name=both",
-        "rewards.hps.weight=0.5",
-    ]
+    options += ["train.epochs=1", "eval.num_prompts=2", "sample.num_prompts=2", f"log.dir={tmp_path}", "run_name=both"]
+    options += ["rewards.hps.weight=0.5"]
     run_ok("train", "-c", "base", "rewards=hps_clip", *options)
     row = rows(tmp_path / "both")[0]
     plain = 0.5 * row["rewards/hps/mean"] + row["rewards/clipscore/mean"]

@@ -150,7 +150,7 @@ def server(folder: Path, size: Size, token: str = TOKEN) -> Iterator[Served]:
             made.kill()
 
 
-QUICK = Size(patience=1, seconds=2, idle=300, slow=40, at_once=6)
+QUICK = Size(patience=1, seconds=1.5, idle=300, slow=40, at_once=6)
 FULL = Size(patience=0, seconds=30, idle=300, slow=100, at_once=30)
 
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from arborl.cli import main
 from arborl.config import load_config, read_config
 from arborl.core.errors import InputError
+from arborl.data.prompts import Prompts
 from arborl.report import write_report
 from arborl.report.data import run_data
 from arborl.run.environment import environment, evaluated_on, launched_alone, starts_of, too_slow
@@ -192,7 +193,7 @@ def test_processes_that_do_not_know_of_each_other_are_an_error(tmp_path: Path, m
         train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
     assert not list(tmp_path.iterdir())
     # Some platforms set it for whoever works there; what one process does alone needs no other.
-    load_for_inference(load_config("mixture", TINY), None, ["a dot"])
+    load_for_inference(load_config("mixture", TINY), None, Prompts(["a dot"], {}))
     monkeypatch.setenv("WORLD_SIZE", "")
     train(load_config("mixture", [*TINY, f"log.dir={tmp_path}"]))
 

@@ -1,5 +1,6 @@
 """Output that nobody can read any more costs no epoch: a pipe without a reader, a full disk, a closed terminal."""
 
+import json
 import os
 import pty
 import signal
@@ -114,26 +115,48 @@ def test_a_reader_that_goes_away_from_a_script(tmp_path: Path):
     assert rows_of(tmp_path / "cut") == 3
 
 
-@pytest.mark.parametrize("words", [["plan", "-c", "mixture"], ["-h"], ["rewards", "--json"]])
-def test_a_result_that_is_not_there_to_be_read_is_an_error_and_one_that_nobody_wants_is_none(words: list[str]):
-    command = [sys.executable, "-m", "arborl", *words]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: stdout cannot be written to (No space left on device)\n")
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+COMMANDS = (["plan", "-c", "mixture"], ["-h"], ["rewards", "--json"])
+ENDING = """
+import gc, json, os, sys
+import arborl.engine.cost, arborl.rewards.inspect, diffusers.utils, transformers  # what the commands import
+from arborl.cli import main
+gc.freeze()
+said = {}
+for number, words in enumerate(json.loads(sys.argv[1])):
+    for kind in ("full", "unread"):
+        log = os.open(f"{kind}-{number}", os.O_CREAT | os.O_RDWR)
+        if not (child := os.fork()):
+            if kind == "full":
+                stdout = os.open("/dev/full", os.O_WRONLY)
+            else:
+                reader, stdout = os.pipe()
+                os.close(reader)
+            os.dup2(stdout, 1)
+            os.dup2(log, 2)
+            main(words)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.setdefault(kind, []).append([code, os.pread(log, 2**20, 0).decode()])
+print(json.dumps(said))
+"""
+
+
+def test_a_result_that_is_not_there_to_be_read_is_an_error_and_one_that_nobody_wants_is_none(tmp_path: Path):
+    """Each command in a Python of its own to its end, though not from its start: it is forked after the imports."""
+    command = [sys.executable, "-c", ENDING, json.dumps(COMMANDS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    lost = [1, "error: stdout cannot be written to (No space left on device)\n"]
+    assert json.loads(done.stdout) == {"full": [lost] * 3, "unread": [[0, ""]] * 3}
 
 
 def test_a_comparison_goes_on_whoever_reads(tmp_path: Path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    cells = ["compare", "mixture", "mixture tree.k=3", "--seeds", "1", "--compute", "2e4", "--out", "x"]
-    done = subprocess.run([sys.executable, "-m", "arborl", *cells], stdout=writer, stderr=writer, cwd=tmp_path)
-    os.close(writer)
-    assert done.returncode == 0
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    cells = ["compare", "mixture", "mixture tree.k=3", "--seeds", "1", "--compute", "3e3", "--out", "x"]
+    with Fork(*cells, cwd=tmp_path, log=pipe) as comparison:
+        comparison.until(lambda: bool(_read(reader)))
+        os.close(reader)
+        assert comparison.ended().code == 0
     assert len(list(tmp_path.glob("x/*/seed-0/summary.json"))) == 2
     assert (tmp_path / "x" / "compare.json").is_file()
 

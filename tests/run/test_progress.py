@@ -4,10 +4,8 @@ import fcntl
 import os
 import pty
 import re
-import signal
+import select
 import struct
-import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from arborl.run.folder import STAGES
 from arborl.run.logger import Logger
 from arborl.run.progress import BLOCKS, ProgressBar, clock, facts, time_split
 
-from launching import PATIENCE
+from launching import PATIENCE, Fork
 
 METRICS = {"reward": 0.4312, "reward_std": 0.0831, "reward_failed": 0.0}
 
@@ -91,14 +89,11 @@ def test_a_terminal_of_each_width_shows_how_far_the_run_is(tmp_path: Path):
     """A real pseudo-terminal, made wider while the run goes on: what is on its line is what is readable."""
     master, slave = pty.openpty()
     tiny = ["train.epochs=100000", "eval.num_prompts=4", "eval.every=0", "log.record_every=0", "log.trackers=[]"]
-    command = [sys.executable, "-m", "arborl", "train", "-c", "mixture", *tiny]
-    known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=known, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-    )
-    os.close(slave)
-    try:
-        for width in (60, 80, 120, 200):
+    known = {"TERM": "xterm", "COLUMNS": "", "LINES": ""}
+    with Fork("train", "-c", "mixture", *tiny, cwd=tmp_path, log=Path(os.ttyname(slave)), environment=known) as process:
+        process.until(lambda: bool(select.select([master], [], [], 0)[0]))
+        os.close(slave)
+        for width in (60, 120):
             fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
             text, deadline = "", time.monotonic() + PATIENCE
             bar = rf"epoch \d+/100000  ━{{8,}}.*  eta [\d:]+  reward -?\d\.\d{{4}}.{{0,{width}}}"
@@ -108,10 +103,7 @@ def test_a_terminal_of_each_width_shows_how_far_the_run_is(tmp_path: Path):
             assert len(found[0]) <= width
             assert "rollout" not in found[0]
             assert width < 120 or "std within a prompt" in found[0]
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        os.close(master)
+    os.close(master)
 
 
 def _lines(text: str) -> list[str]:

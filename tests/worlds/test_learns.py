@@ -23,7 +23,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     return points
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 def test_tree_learns_and_reaches_flats_final_reward_with_fewer_evaluations(tmp_path: Path, seed: int):
     common = [*QUIET, f"log.dir={tmp_path}", f"seed={seed}"]
     tree = curve(train(load_config("mixture", [*common, "train.epochs=75", "eval.every=5", "run_name=tree"])))

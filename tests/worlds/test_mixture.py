@@ -32,7 +32,12 @@ def test_velocity_is_the_conditional_expectation(sigma: float):
 
 # A mode of weight 0.3 has a standard error of 0.005 among 8,000 samples: three of them, and 5% of the spread.
 @pytest.mark.parametrize(
-    ("kernel", "eta"), [("flow_sde", 0.7), pytest.param("flow_sde", 0.3, marks=pytest.mark.slow), ("dance_sde", 0.3)]
+    ("kernel", "eta"),
+    [
+        ("flow_sde", 0.7),
+        pytest.param("flow_sde", 0.3, marks=pytest.mark.slow),
+        pytest.param("dance_sde", 0.3, marks=pytest.mark.slow),  # core/test_kernels.py has its numbers and its formula
+    ],
 )
 def test_sdes_keep_the_marginals_at_many_steps_and_come_closer_with_each(kernel: str, eta: float):
     (_, few), (_, some), (weight, many) = (marginals(kernel, eta, steps) for steps in (10, 50, 400))

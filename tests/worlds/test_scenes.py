@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -164,6 +164,7 @@ class TestScorer:
         alike = (others == scenes).any(1) | (others[:, COLOUR] == others[:, BACKGROUND])
         assert float(total(render(others[~alike]), scenes[~alike]).max()) <= 0.1
 
+    @settings(max_examples=30)
     @given(st.floats(-0.03, 0.03), st.floats(-0.03, 0.03))
     def test_a_small_shift_costs_next_to_nothing_and_only_in_place(self, x: float, y: float):
         scenes = some(64)
@@ -361,7 +362,7 @@ class TestPipeline:
 
     def test_a_call_with_diffusers_own_defaults_draws_what_it_is_told(self):
         """28 steps, guidance 7, 256 zero tokens for the T5 that is not there."""
-        captions = list(split()[1][:8])
+        captions = list(split()[1][:4])
         pictures = plain_pipeline()(captions, generator=torch.Generator().manual_seed(0), output_type="pt").images
         found = scene(pictures, captions, {})
         assert float(torch.stack([*found.values()]).mean()) >= 0.6
@@ -398,10 +399,14 @@ class TestPipeline:
         assert 0.40 <= answer["rewards"]["scene"]["mean"] <= 0.60
 
 
-def test_the_default_run_raises_the_score_of_captions_it_does_not_train_on(tmp_path: Path):
-    """A seventh of `make train`: the score of held-out captions rises well beyond its standard error."""
+@pytest.mark.parametrize(("faster", "epochs"), [(4, 2), pytest.param(1, 7, marks=pytest.mark.slow)])
+def test_the_default_run_raises_the_score_of_captions_it_does_not_train_on(tmp_path: Path, faster: int, epochs: int):
+    """A seventh of `make train`, or less of it at a higher rate: the score of held-out captions rises well beyond its
+    standard error.
+    """
     quiet = ["log.trackers=[]", "log.record_every=0", f"log.dir={tmp_path}"]
-    run = train(load_config("tree", [*quiet, "train.epochs=7", "eval.num_prompts=128"]))
+    rate = f"train.learning_rate={faster * load_config('tree').train.learning_rate}"
+    run = train(load_config("tree", [*quiet, f"train.epochs={epochs}", rate, "eval.num_prompts=128"]))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_after"] - summary["eval_before"] > 0.08
 
