@@ -113,8 +113,9 @@ def export(
     loader = f"{family.pipeline}.load_lora_weights"
     if not hasattr(getattr(diffusers, family.pipeline), "load_lora_weights"):
         loader = f"{family.pipeline}'s {next(iter(trained.layers))}.load_lora_adapter"
-    found = [f"{to}: {which}, a LoRA for {loader}", comfyui]
-    for part in list(trained.layers)[1:]:
+    numbered = [part for part in trained.layers if part.endswith("_2")]
+    found = [] if len(numbered) == len(trained.layers) else [f"{to}: {which}, a LoRA for {loader}", comfyui]
+    for part in numbered:
         plain, _ = lora_files(part, first=False)
         found.append(f"{to / plain}: that of {part}, for load_lora_weights(…, load_into_{part}=True)")
     return [*found, checked]
@@ -219,7 +220,7 @@ def _write(
         if adapted:
             layers[part] = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in lora.matrices(own).items()}
         if adapted and not merge:
-            _write_lora(family, part, layers[part], folder, first=len(layers) == 1)
+            _write_lora(family, part, layers[part], folder, first=not part.endswith("_2"))
         else:
             whole = _merged(model.source, part, layers.pop(part)) if adapted else own
             _round(whole, dtype)
@@ -251,8 +252,8 @@ def _check(family: type[DiffusersModel], config: Config, folder: Path, trained: 
     pipe = source.load({"default": trained.dtype}, lambda name: name not in family.unused_components)
     with quiet_libraries():  # they tell at length which parts a LoRA has nothing for
         if trained.layers:
-            for number, part in enumerate(trained.layers):
-                _load_lora(pipe, part, folder, first=number == 0)
+            for part in trained.layers:
+                _load_lora(pipe, part, folder, first=not part.endswith("_2"))
         lost = trained.missing(pipe)
         family.adjust(pipe, config)
         call = trained.call

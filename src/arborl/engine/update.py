@@ -125,6 +125,9 @@ def update(
                     # Gradients are averaged over the ranks; the loss is a mean over the edges of all of them.
                     backward(total * (accelerator.num_processes / count), accelerator)
                     learns = True
+        if not learns and policy.config.model.components:  # these steps are for parts that stay as they are
+            stats.skipped += 1
+            continue
         if not learns:
             raise InputError("model.train", None, "no trained weight has a part in the model's answer")
         if state.check_gradients and stats.steps < 2:

@@ -131,6 +131,8 @@ def check_call(cls: type, call: Mapping[str, Any]) -> None:
         key = f"model.call.{name}"
         if name in SETTINGS_FOR:
             raise InputError(key, value, "has a setting of its own", cure=SETTINGS_FOR[name])
+        if name == guidance_argument(cls):
+            raise InputError(key, value, "has a setting of its own", cure="sample.guidance_scale")
         if name not in takes(cls) or not is_settable(name):
             near = nearest(name, [other for other in takes(cls) if is_settable(other)])
             raise InputError(key, value, f"{cls.__name__}'s call takes no such argument{near}")

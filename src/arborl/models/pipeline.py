@@ -74,7 +74,8 @@ class DiffusersModel(Model):
         vae_dtype = config.model.vae_dtype
         self.decode_dtype = torch.float32 if vae_dtype == "auto" else getattr(torch, vae_dtype)
         trained = self.components(config)
-        precision = dtypes(trained, config, device)
+        others = [part for part in self.source.parts if part.startswith("transformer")]  # one loop gives all one dtype
+        precision = dtypes([*trained, *others], config, device)
         self.dtype = precision[trained[0]]
         away = (*self.unused_components, *(filter(is_encoder, self.source.parts) if self.embedding_cache else ()))
         self.pipe = self.source.load(precision, lambda name: name not in away).to(device)
