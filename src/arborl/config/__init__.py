@@ -35,7 +35,11 @@ RENAMED = {
 """Settings that had another name. A run's own settings may have either; on the command line the old one is an error
 that names the new.
 """
-ADDED = {"eval.num_between": (0, None), "prompts.held_out": (0.0, "prompts.path")}
+ADDED = {
+    "eval.num_between": (0, None),
+    "prompts.held_out": (0.0, "prompts.path"),
+    "tree.siblings": ("independent", None),
+}
 """Settings that are newer than some runs, with the values by which these ran, and what they say nothing without."""
 FOLDER = Path(__file__).parent
 ConfigStore.instance().store(name="schema", node=Config)

@@ -160,6 +160,12 @@ class SampleConfig(Settings):
 class TreeConfig(Settings):
     plan: str = knob("tree", "Shape of the rollout.", choices=("tree", "branch", "flat", "mix", "comb"))
     k: int = knob(2, "Children of a node where it branches (tree, branch, comb).", low=1)
+    siblings: str = knob(
+        "balanced",
+        "Noise of the stochastic children of one node: balanced draws sum to zero, so that what siblings have in "
+        "common cancels (each child is distributed as before); independent draws are as published.",
+        choices=("balanced", "independent"),
+    )
     w: int = knob(4, "Steps in the window (tree, mix).", low=1)
     s: int = knob(1, "Steps the window moves at a time.", low=0)
     tou: int = knob(1, "Epochs between two moves of the window.", low=1)

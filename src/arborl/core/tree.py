@@ -40,6 +40,7 @@ class Plan:
     eta: Float[Tensor, " edges"]  # its noise level; 0 is an ODE edge
     kappa: Float[Tensor, " edges"]  # what its noise is scaled by
     multistep: Bool[Tensor, " edges"]  # an ODE edge of second order, which looks back at the step before it
+    balanced: bool = False  # the draws of stochastic siblings sum to zero
 
     @property
     def edges(self) -> int:
@@ -57,6 +58,15 @@ class Plan:
     @cached_property
     def stochastic(self) -> Bool[Tensor, " edges"]:
         return self.eta > 0
+
+    @cached_property
+    def family(self) -> Int[Tensor, " edges"] | None:
+        """A number that edges share whose draws are balanced, the stochastic ones of one parent; None where no two do.
+
+        By what leaves a parent, never by k: an ODE edge may stand among them, and a node may have more or fewer.
+        """
+        number = torch.where(self.stochastic, self.parent, self.child + self.nodes)
+        return number if self.balanced and len(unique(number)[0]) < self.edges else None
 
     @cached_property
     def depth(self) -> Int[Tensor, " nodes"]:

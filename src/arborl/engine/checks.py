@@ -121,7 +121,11 @@ def recheck_steps(policy: Policy, rollout: Rollout) -> list[StepCheck]:
         drawn_from = transition(x[row], v[row], Coefficients(*(c[edges] for c in plan.coefficients)))
         children = rollout.latents[prompt[row], plan.child[edges]].to(device)
         old = rollout.log_density[prompt[row], edges].to(device)
-        found.append(_step(step, drawn_from, children, old))
+        draws = len(edges)
+        if plan.family is not None:  # the last draw of a family follows from the others
+            sizes = torch.bincount(unique(torch.stack([row, plan.family[edges]], 1))[1])
+            draws -= int((sizes > 1).sum())
+        found.append(_step(step, drawn_from, children, old, draws * children[0].numel()))
     return found
 
 
@@ -132,14 +136,14 @@ def _edges_below(parent: Tensor, among: Tensor, rows: Tensor) -> tuple[Tensor, T
     return among[column], row
 
 
-def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor) -> StepCheck:
+def _step(step: int, policy: Gaussian, children: Tensor, old: Tensor, draws: int) -> StepCheck:
     change = policy.log_density(children) - old
     # The log-density's height at the mean shows which noise it assumes.
     std = torch.exp(-policy.log_density(policy.mean) - 0.5 * math.log(2 * math.pi))
     square = ((children - policy.mean) ** 2).flatten(1).mean(1)
     formula = -0.5 * square / std**2 - torch.log(std) - 0.5 * math.log(2 * math.pi)
     noise = float((square / std**2).mean().sqrt())
-    chance = 5 / math.sqrt(2 * children.numel())
+    chance = 5 / math.sqrt(2 * draws)
     return StepCheck(
         step,
         float((change.exp() - 1).abs().max()),

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -129,7 +129,8 @@ def schedule_of(config: Config, steps: int, key: str = "sample.num_steps") -> Sc
 def make_plan(config: Config, schedule: Schedule, epoch: int) -> Plan:
     """The trees of one prompt at an epoch."""
     with naming_settings(config.tree.plan):
-        return plans.PLANS[config.tree.plan](schedule, epoch, shape_of(config))
+        plan = plans.PLANS[config.tree.plan](schedule, epoch, shape_of(config))
+    return replace(plan, balanced=config.tree.siblings == "balanced")
 
 
 def plan_at(config: Config, epoch: int = 0) -> Plan:

@@ -110,7 +110,7 @@ def grow_trees(
                     before = here[:, slot]
                 if stochastic:
                     where = addresses(plan, prompt_ids, plan.child[level.edges], device)
-                    drawn = gaussian.sample(normal(key, where, shape))
+                    drawn = gaussian.sample(normal(key, where, shape, _families(plan, level.edges, prompts)))
                     log_density[:, level.edges] = unflatten(gaussian.log_density(drawn), (prompts, -1))
                 else:
                     drawn = gaussian.mean
@@ -146,6 +146,14 @@ def addresses(
     prompt = prompt_ids.repeat_interleave(len(nodes))
     tree, number = (values[nodes].repeat(len(prompt_ids)) for values in (plan.tree, plan.index_in_tree))
     return to_device(torch.stack([prompt, tree, number], 1), device)
+
+
+def _families(plan: Plan, edges: slice, prompts: int) -> Int[Tensor, " prompts_e"] | None:
+    """The plan's families of some edges, in every prompt its own."""
+    if plan.family is None:
+        return None
+    family = plan.family[edges]
+    return (family + torch.arange(prompts)[:, None] * (int(plan.family.max()) + 1)).flatten()
 
 
 def predict(

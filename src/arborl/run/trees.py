@@ -73,6 +73,7 @@ class TreeFile:
             "kernel": plan.kernel,
             "prediction": plan.schedule.prediction,
             "roots": plan.roots,
+            "balanced": plan.balanced,
             "scores": list(self.scores),
         }
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ class TreeFile:
         levels = {name: tensors[f"schedule.{name}"] for name in LEVELS}
         schedule = Schedule(**levels, prediction=head["prediction"])
         arrays = (tensors[f"plan.{name}"] for name in ("parent", "step", "eta", "kappa", "multistep"))
-        plan = Plan(schedule, head["kernel"], head["roots"], *arrays)
+        plan = Plan(schedule, head["kernel"], head["roots"], *arrays, balanced=head.get("balanced") is True)
         scores = {name: tensors[f"scores.{name}"] for name in head["scores"]}
         names = ("log_density", "advantage", "kept", "ratio", "shown", "pictures", "latents")
         own = {name: tensors[name] for name in names}
