@@ -1,84 +1,116 @@
 """The comparison of docs/results.md: every preset on the scenes, each with its own best setting of one small search.
 
-    python -m bench.family search      # learning rate × η, one seed, on training captions
-    python -m bench.family final       # five seeds of the main presets, one of the others, on held-out captions
+    python -m bench.family search      # the same twelve cells for every preset, one seed, on training captions
+    python -m bench.family final       # the best cell of each: five seeds, on held-out captions, each budget a run
+    python -m bench.family tables      # what docs/results.md says of it
 
-All cells share the base weights, captions, 32 prompts an epoch, 8 leaves a prompt, 10 steps, 2 optimizer steps an
-epoch, float32, and score differences that are not divided by a standard deviation (docs/results.md says why); windows
-stay on the first steps, as the scenes' own settings have it. Both stages go on where they were cut off.
+All cells share the base weights, captions, 32 prompts an epoch with 8 leaves each (or 16 with 16), 10 steps, AdamW,
+clip 1e-3, full fine-tune in float32, a learning rate that falls linearly to 0 at the end of the budget, and windows
+that stay on the first steps. Every finished run is a line of the record, which travels between machines; what stands
+there is not run again.
 """
 
 import json
 import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
-from arborl.compare import Cell, PlannedRun, Protocol, execute, plan_runs, read, write
+from arborl.compare import Cell, PlannedRun, Protocol, execute, plan_runs
+from arborl.compare.results import curve
 from arborl.worlds.scenes.grammar import split
 
-COMPUTE = 400_000
+RECORD = Path("bench/family.jsonl")
 COMMON = (
     "sample.num_steps=10",
-    "sample.num_prompts=32",
     "sample.group_size=8",
-    "train.updates=2",
     "loss.clip=1e-3",
     "train.mixed_precision=no",
+    "train.schedule=linear",
     "tree.s=0",
-    "advantage.std=none",
+    "eval.every=0",
 )
-SEARCH_SEED = 100
-"""Not one of those that count."""
-RATES = ("5e-5", "1e-4", "2e-4", "4e-4")
-FLOW, DANCE, SPLIT = ("0.7", "0.85"), ("0.9", "1.2"), ("0.3", "0.6")
-"""Noise levels: of flow_sde, of dance_sde, and of dance_sde where splits scale it by 4. The upper ones are near the
-most that the first steps can bear."""
+SEARCH_SEED, SEARCH_BUDGET, SEEDS = 100, 100_000, (0, 1, 2, 3, 4)
+"""The seed of the search is not one of those that count."""
+BUDGETS, LONGEST, MOST_LONGEST = (200_000, 100_000, 50_000, 33_000, 25_000), 400_000, 6
+"""Of the last only the six that are best at 200 thousand."""
+RATES, UPDATES = ("1e-4", "2e-4", "4e-4"), ("2", "8")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A preset, what makes it fit ten steps and eight leaves, and the noise levels it is searched over.
-
-    Variants are not searched but take what was best for the preset they are `like`.
+    """A preset, what makes it fit ten steps and eight leaves, and two values each of its own noise (or trust region)
+    and of what an epoch of it costs.
     """
 
     name: str
-    text: str
-    etas: tuple[str, ...] = ()
-    like: str = ""
+    shape: str
+    noise: tuple[str, str]
+    knob: tuple[str, str]
 
     @property
-    def main(self) -> bool:
-        return self.like == self.name
+    def cells(self) -> list[str]:
+        """Half of rate × updates × noise × knob, the same half for all: where an even number of the last three has its
+        second value.
+        """
+        choices = enumerate(product(UPDATES, self.noise, self.knob))
+        half = [chosen for number, chosen in choices if number.bit_count() % 2 == 0]
+        return [
+            " ".join(f"{self.name} {self.shape} train.learning_rate={rate} train.updates={u} {n} {k}".split())
+            for rate in RATES
+            for u, n, k in half
+        ]
 
-    @property
-    def grid(self) -> list[Cell]:
-        return [Cell(f"{self.text} train.learning_rate={rate} kernel.eta={eta}") for rate in RATES for eta in self.etas]
+
+def either(key: str, first: str, second: str) -> tuple[str, str]:
+    return f"{key}={first}", f"{key}={second}"
 
 
-def main_entry(name: str, shape: str, etas: tuple[str, ...]) -> Entry:
-    return Entry(name, f"{name} {shape}".strip(), etas, name)
-
-
-# BranchGRPO splits at 0, 3, 6 and 9 of 20 steps: three splits over the same part of ten are 0, 2 and 4.
-BRANCH = "tree.split_points=[0,2,4]"
+UNDIVIDED = "advantage.std=none"
+FLOW, DANCE = either("kernel.eta", "0.7", "0.85"), either("kernel.eta", "0.9", "1.2")
+# Where splits scale the noise by 4.
+SPLIT = either("kernel.eta", "0.3", "0.6")
+SHARE = either("prune.step_fraction", "1", "0.5")
+TAIL = ("sample.tail_steps=0", "sample.tail_solver=dpmpp_2m sample.tail_steps=3")
 FAMILY = (
-    main_entry("tree", "tree.w=3", FLOW),
-    main_entry("branch", BRANCH, SPLIT),
-    main_entry("branch_mix", f"{BRANCH} tree.mix_sde_window=2", SPLIT),
-    main_entry("mix", "tree.w=3", FLOW),
-    main_entry("flow_grpo", "", FLOW),
-    main_entry("dance", "", DANCE),
-    main_entry("ddpo", "", FLOW),
-    Entry("tree_flash", "tree_flash tree.w=3", like="tree"),
-    Entry("branch_width", f"branch_width {BRANCH}", like="branch"),
-    Entry("branch_depth", f"branch_depth {BRANCH} prune.depth=[7,8] prune.stop_depth=5", like="branch"),
-    Entry("mix_flash", "mix_flash tree.w=3 sample.tail_steps=3", like="mix"),
-    Entry("tempflow", "tempflow tree.split_points=[0,2] tree.k=4", like="tree"),
+    Entry("tree", f"tree.w=3 {UNDIVIDED}", FLOW, TAIL),
+    Entry("tree_fast", "", FLOW, either("sample.tail_steps", "3", "4")),
+    Entry("tree_long", "", FLOW, ("sample.tail_steps=0", "sample.tail_solver=dpmpp_2m sample.tail_steps=4")),
+    # BranchGRPO splits at 0, 3, 6 and 9 of 20 steps: three splits over the same part of ten are 0, 2 and 4.
+    Entry("branch_mix", f"tree.split_points=[0,2,4] tree.mix_sde_window=2 {UNDIVIDED}", SPLIT, TAIL),
+    Entry("mix", f"tree.w=3 {UNDIVIDED}", FLOW, TAIL),
+    Entry("mix_flash", f"tree.w=3 {UNDIVIDED}", FLOW, either("sample.tail_steps", "4", "5")),
+    Entry("dance", UNDIVIDED, DANCE, either("prune.step_fraction", "0.6", "0.3")),
+    Entry("flow_grpo", UNDIVIDED, FLOW, SHARE),
+    Entry("flow_grpo_fast", UNDIVIDED, either("kernel.eta", "0.6", "0.8"), either("tree.w", "2", "3")),
+    Entry("ddpo", UNDIVIDED, FLOW, SHARE),
+    Entry("nft", "loss.kl=0", either("loss.options.beta", "1", "0.1"), either("loss.options.levels_per_leaf", "4", "9")),
+    Entry("awm", "loss.kl=0", either("loss.options.ema", "1", "0.3"), either("loss.options.levels_per_leaf", "3", "6")),
+    Entry("tempflow", f"tree.split_points=[0,2] tree.k=4 {UNDIVIDED}", FLOW, TAIL),
 )
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some cells at one budget and on one set of captions."""
+
+    stage: str
+    budget: float
+    seeds: tuple[int, ...]
+    cells: tuple[str, ...]
+    common: tuple[str, ...]
+
+    def planned(self, out: Path, known: set[tuple[Any, ...]]) -> list[PlannedRun]:
+        protocol = Protocol(self.seeds, self.budget, common=self.common, points=1)
+        folder = out / self.stage / f"{self.budget:.0f}"
+        runs = plan_runs([Cell(text) for text in self.cells], protocol, folder) if self.cells else []
+        return [one for one in runs if (self.stage, self.budget, one.cell.text, one.seed) not in known]
 
 
 def captions(out: Path) -> Path:
@@ -89,78 +121,130 @@ def captions(out: Path) -> Path:
     return path
 
 
-def run(groups: list[tuple[list[Cell], Protocol, Path]], workers: int | None) -> dict[str, float]:
-    """Run all cells of all groups side by side, write a table for each group, and return the scores."""
-    planned = [plan_runs(cells, protocol, out) for cells, protocol, out in groups]
-    total, told = sum(map(len, planned)), set[Path]()
+def recorded(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+
+
+def known_runs(rows: Iterable[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    return {(row["stage"], row["budget"], row["cell"], row["seed"]) for row in rows}
+
+
+def run(jobs: Sequence[Job], record: Path, out: Path, workers: int | None, minutes: float) -> None:
+    """Run what the record lacks, in order, and add a line for each run that is finished; stop when the time is over."""
+    known, start = known_runs(recorded(record)), time.monotonic()
+    of_run = {one.folder: (job, one) for job in jobs for one in job.planned(out, known)}
+    written = set[Path]()
 
     def progress(running: Any, done: list[PlannedRun], failed: Any) -> None:
-        for finished in done:
-            if finished.folder not in told:
-                told.add(finished.folder)
-                click.echo(f"{len(told)} of {total}: {finished.cell.text}, seed {finished.seed}", err=True)
+        for one in done:
+            if one.folder not in written:
+                written.add(one.folder)
+                job, line = of_run[one.folder][0], curve(one)
+                row = {"stage": job.stage, "budget": job.budget, "cell": one.cell.text, "seed": one.seed}
+                row |= {"before": line[0].score, "score": line[-1].score, "compute": line[-1].compute}
+                row |= {"epochs": one.config.train.epochs, "seconds": round(line[-1].seconds, 1)}
+                with record.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                clock = time.monotonic() - start
+                click.echo(f"[{clock:.0f} s] {len(written)}/{len(of_run)} {row['score']:.3f} {one.cell.text}", err=True)
+        if minutes and time.monotonic() - start > 60 * minutes:
+            raise KeyboardInterrupt
 
-    scores: dict[str, float] = {}
     try:
-        for folder, words in execute([one for runs in planned for one in runs], workers, progress).items():
+        for folder, words in execute([one for _, one in of_run.values()], workers, progress).items():
             click.echo(f"error: {folder}: {words}", err=True)
-    finally:  # also where it was cut off: what there is, is worth a table
-        for runs, (_, protocol, out) in zip(planned, groups, strict=True):
-            if any(one.finished for one in runs):
-                comparison = read(runs, protocol)
-                write(comparison, out)
-                click.echo(comparison.as_markdown())
-                scores |= {row.cell: row.score for row in comparison.rows}
-    return scores
+    except KeyboardInterrupt:
+        click.echo(f"stopped with {len(written)} of {len(of_run)} runs", err=True)
+
+
+def searched(rows: Sequence[dict[str, Any]], entry: Entry) -> dict[str, float]:
+    """The score of each cell of a preset's search."""
+    found = {row["cell"]: row["score"] for row in rows if row["stage"] == "search"}
+    return {cell: found[cell] for cell in entry.cells if cell in found}
+
+
+def chosen(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The best cell of each preset that was searched."""
+    found = {entry.name: searched(rows, entry) for entry in FAMILY}
+    return {name: max(scores, key=lambda cell: scores[cell]) for name, scores in found.items() if scores}
+
+
+def scores_at(rows: Sequence[dict[str, Any]], cell: str, budget: float) -> list[float]:
+    return [r["score"] for r in rows if (r["stage"], r["cell"], r["budget"]) == ("final", cell, budget)]
 
 
 @click.group()
 def main() -> None:
-    """The two stages, in their order."""
+    """The stages, in their order."""
 
 
 def with_options(command: Any) -> Any:
     for option in (
         click.option("--out", type=click.Path(path_type=Path), default="runs/family", show_default=True),
-        click.option("--compute", default=float(COMPUTE), show_default=True, help="Budget of a run."),
+        click.option("--record", type=click.Path(path_type=Path), default=RECORD, show_default=True),
         click.option("--workers", type=int, help="Runs side by side."),
+        click.option("--minutes", type=float, default=0.0, help="Stop after so long; the same command goes on."),
+        click.option("--only", default="", help="Presets, with commas between them."),
         click.option("--set", "extra", multiple=True, help="A further setting of all cells: batch sizes, say."),
     ):
         command = option(command)
     return command
 
 
-@main.command()
-@with_options
-def search(out: Path, compute: float, workers: int | None, extra: tuple[str, ...]) -> None:
-    """Every preset at every learning rate and noise level, and what was best."""
-    common = (*COMMON, f"eval.prompts={captions(out)}", "eval.num_prompts=512", *extra)
-    searched = [entry for entry in FAMILY if entry.main]
-    cells = [cell for entry in searched for cell in entry.grid]
-    scores = run([(cells, Protocol((SEARCH_SEED,), compute, common=common, points=1), out / "search")], workers)
-    best = {entry.name: max((c for c in entry.grid), key=lambda cell: scores.get(cell.text, 0.0)) for entry in searched}
-    (out / "chosen.json").write_text(json.dumps({name: _tuned(cell) for name, cell in best.items()}, indent=1))
-    for cell in best.values():
-        click.echo(f"| `{cell.text}` | {scores.get(cell.text, float('nan')):.3f} |")
-
-
-def _tuned(cell: Cell) -> str:
-    return " ".join(cell.overrides[-2:])
+def entries(only: str) -> list[Entry]:
+    return [entry for entry in FAMILY if not only or entry.name in only.split(",")]
 
 
 @main.command()
 @with_options
-@click.option("--seeds", default=5, show_default=True)
-def final(out: Path, compute: float, workers: int | None, extra: tuple[str, ...], seeds: int) -> None:
-    """The chosen settings; each held-out caption twice, with different noise."""
-    chosen = json.loads((out / "chosen.json").read_text())
-    common = (*COMMON, "eval.num_prompts=1022", *extra)
+def search(out: Path, record: Path, workers: int | None, minutes: float, only: str, extra: tuple[str, ...]) -> None:
+    """Every preset's twelve cells, 100 thousand forwards each."""
+    common = (*COMMON, f"eval.prompts={captions(out.resolve())}", "eval.num_prompts=512", *extra)
+    # Cell by cell and not preset by preset, so that what is cut off is the same part of every search.
+    cells = tuple(cell for together in zip(*(entry.cells for entry in entries(only)), strict=True) for cell in together)
+    run([Job("search", SEARCH_BUDGET, (SEARCH_SEED,), cells, common)], record, out, workers, minutes)
 
-    def cells(main_ones: bool) -> list[Cell]:
-        return [Cell(f"{entry.text} {chosen[entry.like]}") for entry in FAMILY if entry.main == main_ones]
 
-    several, one = (Protocol(numbers, compute, common=common) for numbers in (tuple(range(seeds)), (0,)))
-    run([(cells(True), several, out / "main"), (cells(False), one, out / "others")], workers)
+@main.command()
+@with_options
+def final(out: Path, record: Path, workers: int | None, minutes: float, only: str, extra: tuple[str, ...]) -> None:
+    """The chosen cells, five seeds, each budget a run of its own; each held-out caption twice, with different noise."""
+    common, rows = (*COMMON, "eval.num_prompts=1022", *extra), recorded(record)
+    best = chosen(rows)
+    cells = tuple(best[entry.name] for entry in entries(only) if entry.name in best)
+    jobs = [Job("final", budget, SEEDS, cells, common) for budget in BUDGETS]
+    if all(len(scores_at(rows, cell, BUDGETS[0])) == len(SEEDS) for cell in best.values()):
+        by_score = sorted(best.values(), key=lambda cell: -statistics.mean(scores_at(rows, cell, BUDGETS[0])))
+        leading = [cell for cell in by_score[:MOST_LONGEST] if cell in cells]
+        constant = tuple(f"{cell} train.schedule=constant" for cell in by_score[:2])
+        jobs += [Job("final", LONGEST, SEEDS, tuple(leading), common), Job("final", BUDGETS[0], SEEDS, constant, common)]
+    run(jobs, record, out, workers, minutes)
+
+
+@main.command()
+@click.option("--record", type=click.Path(path_type=Path), default=RECORD, show_default=True)
+def tables(record: Path) -> None:
+    """The searches and the results, in Markdown."""
+    rows, best = recorded(record), chosen(recorded(record))
+    for entry in FAMILY:
+        click.echo(f"\n`{entry.name} {entry.shape}`\n")
+        for cell, score in searched(rows, entry).items():
+            shown = cell.removeprefix(f"{entry.name} {entry.shape}".strip()).strip()
+            click.echo(f"| `{shown}` | {score:.3f}{' **' if cell == best[entry.name] else ''} |")
+    budgets = (*sorted(BUDGETS), LONGEST)
+    click.echo(f"\n| preset | {' | '.join(f'{b / 1000:.0f} k' for b in budgets)} |\n|{'---|' * (len(budgets) + 1)}")
+    for name, cell in best.items():
+        for text, label in ((cell, f"`{name}`"), (f"{cell} train.schedule=constant", f"`{name}`, constant rate")):
+            found = [scores_at(rows, text, budget) for budget in budgets]
+            if any(found):
+                click.echo(f"| {label} | {' | '.join(map(plus_minus, found))} |")
+
+
+def plus_minus(scores: Sequence[float]) -> str:
+    if not scores:
+        return ""
+    error = f" ± {statistics.stdev(scores) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else ""
+    return f"{statistics.mean(scores):.3f}{error}" + (f" ({len(scores)})" if len(scores) < len(SEEDS) else "")
 
 
 if __name__ == "__main__":
