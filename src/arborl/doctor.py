@@ -39,6 +39,7 @@ from .engine.autotune import (
 from .engine.checks import Finding, format_bytes
 from .engine.cost import count_model_calls
 from .engine.method import check_plan, make_plan, window_of, window_plans
+from .engine.rates import rate_settings
 from .engine.rollout import Epoch, Rollout, sample_trees
 from .engine.score import score
 from .engine.update import update
@@ -140,14 +141,14 @@ class Subject:
     def training(self, rollout: Rollout) -> Iterator[Finding]:
         """Two optimizer steps with advantages drawn by chance, looked at and taken back."""
         state, accelerator, loss = self.state, self.accelerator, self.method.loss
-        plan = rollout.plan
+        plan, rate = rollout.plan, self.config.train.learning_rate
         address = torch.tensor([[int(i), 0, 0] for i in self.local.ids])
         advantage = normal(fold(self.config.seed, 1), address, (plan.edges,)).to("cpu")
         before = {name: local(p).detach().cpu().clone() for name, p in state.parameters.items()}
         apart = unequal_weights(state.every_weight(), accelerator)
         keep = loss.edges(plan).expand(len(advantage), -1)
         try:
-            stats = update(self.policy, state, loss, rollout, advantage, keep, updates=2)
+            stats = update(self.policy, state, loss, rollout, advantage, keep, rates=[rate, rate])
         except InputError as error:
             yield Finding("gradients", str(error), False, FROZEN_ADVICE)
             return
@@ -296,6 +297,8 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
         if rose:
             break
     slowly = "nothing is broken, but at your train.learning_rate little shows in this time: raise it, or train longer"
+    if less := rate_settings(config):
+        slowly += f"; by {' and '.join(less)} your run has less of it than this one, which keeps to it"
     never = "nothing is learnt: look at the lines above, and at advantage_abs and grad_norm of a run"
     early = "too few steps to tell: give it longer, with --canary"
     if rose:
@@ -328,6 +331,8 @@ def _canary_config(
             "train.epochs": 100,
             "train.max_seconds": seconds,
             "train.learning_rate": config.train.learning_rate * factor,
+            "train.schedule": "constant",
+            "train.warmup": 0,
             "prune.until": 1.0,
             "sample.prompts_per_epoch": None,
             "sample.num_prompts": min(split_prompts(config.sample, processes).per_process, 8),

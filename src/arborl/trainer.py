@@ -39,7 +39,7 @@ def run_epochs(run: Run) -> Path:
             with run.stage("advantage"):
                 advantage, keep = method.credit(epoch, scored, rollout)
             with run.stage("update"):
-                stats = update(policy, state, method.loss, rollout, advantage, keep)
+                stats = update(policy, state, method.loss, rollout, advantage, keep, epoch.learning_rates)
             run.complete(epoch, rollout, scored, advantage, keep, stats)
         run.finish(write_report)
     return run.logger.folder

@@ -14,6 +14,7 @@ from ..engine.checks import Finding
 from ..engine.contracts import loss_of
 from ..engine.cost import BACKWARD_COST
 from ..engine.method import plans_of_a_run, pruning
+from ..engine.rates import describe_rates
 from ..run.drawings import profile, sketch
 
 
@@ -45,6 +46,8 @@ def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
         f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
         "window's places."
     )
+    rates = describe_rates(config)
+    out.print(f"{rates[0].upper()}{rates[1:]}.")
     pruned = pruning(config, first, 0)
     if pruned != Pruning():
         among = loss.edges(first)

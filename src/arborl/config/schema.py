@@ -288,6 +288,13 @@ class TrainConfig(Settings):
         8, "Model calls per forward + backward (parents, or noised leaves), or auto.", low=1, words=("auto",)
     )
     learning_rate: float = knob(3e-4, "AdamW's step size.", above=0)
+    schedule: str = knob(
+        "constant",
+        "How that rate falls over the run's optimizer steps (over train.max_seconds, where that comes first): not at "
+        "all, in a line, or as half a cosine; almost to 0 at the last.",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup: int = knob(0, "Optimizer steps at the start of the run over which the rate rises in equal parts.", low=0)
     weight_decay: float = knob(1e-4, "AdamW's decay.", low=0)
     beta1: float = knob(0.9, "AdamW's first moment.", low=0, below=1)
     beta2: float = knob(0.999, "AdamW's second moment.", low=0, below=1)

@@ -71,7 +71,7 @@ LOSS_SETTINGS = ("clip", "kl", "edge_weight")
 
 TAKEN = {
     *("epoch", "edges", "parents", "ratio_error", "diversity", "window", "grad_norm", "step_time"),
-    *("forwards", "forward_backwards", "advantage_abs", "advantage_zero"),
+    *("forwards", "forward_backwards", "advantage_abs", "advantage_zero", "learning_rate"),
 }
 """Metrics of every epoch; and those that begin with `reward` or `steps`, or have a / in their names."""
 

@@ -17,6 +17,7 @@ from ..core.tree import EULER, Plan
 from ..data.prompts import split_prompts
 from .contracts import loss_of
 from .method import naming_settings, noise_of, pruning, schedule_of, shape_of, usual_kernel, window_of, window_plans
+from .rates import course
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
@@ -94,7 +95,7 @@ def flat_equivalent(config: Config, leaves: int) -> Plan:
 def forecast(config: Config) -> dict[str, Any]:
     """Counts per process and epoch, for every place of the window, and for flat GRPO with as many pictures."""
     prompts, around = split_prompts(config.sample).per_process, window_plans(config)
-    leaves = len(around[0][1].leaves)
+    leaves, rates = len(around[0][1].leaves), course(config)
     flat = flat_equivalent(config, leaves)
     whole = ModelCalls(flat.forwards * prompts, len(flat.trained_parents) * prompts)
     found = [count_model_calls(config, plan, epoch) for epoch, plan in around]
@@ -108,5 +109,6 @@ def forecast(config: Config) -> dict[str, Any]:
             for (epoch, plan), counts in zip(around, found, strict=True)
         ],
         "flat": whole._asdict(),
+        "learning_rate": rates and rates._asdict(),
         "ratio": round(whole.cost / (sum(counts.cost for counts in found) / len(found)), 3),
     }

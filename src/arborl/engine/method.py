@@ -28,6 +28,7 @@ from ..distributed.accelerator import Accelerator
 from ..distributed.gather import gather
 from ..models import model_class
 from .contracts import advantage_arguments, advantage_of, loss_of, try_advantage
+from .rates import warm_up_without_end
 from .rollout import Epoch, Rollout
 from .score import LeafScores
 
@@ -271,7 +272,13 @@ def _check_loss(config: Config, loss: EdgeLoss | LeafLoss, plan: Plan) -> None:
 
 
 def warnings_about(config: Config) -> list[str]:
-    """Warnings about settings that work: steps that leave more noise than the schedule can remove."""
+    """Warnings about settings that work: a rate that is never come to; steps that leave more noise than the schedule
+    can remove.
+    """
+    return [*warm_up_without_end(config), *_noise_that_stays(config)]
+
+
+def _noise_that_stays(config: Config) -> list[str]:
     if config.tree.plan != "flat" or not config.kernel.excess_noise:
         return []
     schedule = schedule_of(config, config.sample.num_steps)

@@ -26,6 +26,7 @@ class Epoch:
     key: Key  # of the seed and the number: all that is drawn in it
     prompts: LocalPrompts
     recorded: bool = False  # its first prompt's trees are kept for drawings
+    learning_rates: tuple[float, ...] = ()  # one for each optimizer step
 
     @property
     def texts(self) -> list[str]:

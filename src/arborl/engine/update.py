@@ -85,9 +85,10 @@ def update(
     rollout: Rollout,
     advantage: Float[Tensor, "prompts edges"],
     keep: Bool[Tensor, "prompts edges"],
-    updates: int | None = None,
+    rates: Sequence[float] | None = None,
 ) -> Stats:
-    """`train.updates` optimizer steps over a seeded partition of the model calls; then the old policy follows.
+    """An optimizer step for each learning rate (without any, `train.updates` steps at `train.learning_rate`), over a
+    seeded partition of the model calls; then the old policy follows.
 
     A step's loss is the sum over its edges divided by their number on all ranks, so neither micro-batches nor ranks
     change it. A step none of whose edges has an advantage is left out on every rank, unless there is a regularizer to
@@ -95,14 +96,14 @@ def update(
     same.
     """
     stats, accelerator, local, train = Stats.of(loss), policy.accelerator, rollout.prompts, policy.config.train
-    updates = train.updates if updates is None else updates
+    rates = train.updates * (train.learning_rate,) if rates is None else rates
     if rollout.x0 is not None:
         stats.ratios = torch.full((rollout.plan.edges,), torch.nan, device=policy.device)
     training = TrainingCalls(policy, loss, rollout, advantage)
     whose = local.ids.clamp_max(local.total - 1)
-    part_of = partition(len(training.calls.node), local.total, updates, rollout.key)[whose]
+    part_of = partition(len(training.calls.node), local.total, len(rates), rollout.key)[whose]
     how = policy.batch_sizes.train, policy.config.sample.pad_batches, policy.update_batch_sizes
-    for part in range(updates):
+    for part, rate in enumerate(rates):
         trained = training.trained(keep, part_of == part)
         queues = [list(batches(len(rows), *how)) for rows in trained.by_group]
         useful = int((advantage[trained.prompt, trained.edge] != 0).any())
@@ -138,6 +139,8 @@ def update(
         norm = clip_gradients(state.parameters.values(), train.max_grad_norm)
         stats.grad_norm = norm if math.isnan(norm) else max(stats.grad_norm, norm)
         if math.isfinite(norm):
+            for group in state.optimizer.param_groups:
+                group["lr"] = rate
             state.optimizer.step()
             state.steps += 1
             state.ema.step(state.steps)

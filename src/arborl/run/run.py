@@ -22,6 +22,7 @@ from ..engine.autotune import peak_memory
 from ..engine.evaluate import evaluate
 from ..engine.method import Method, make_plan, window_of
 from ..engine.policy import Policy
+from ..engine.rates import learning_rates
 from ..engine.rollout import Epoch, Rollout
 from ..engine.score import LeafScores
 from ..engine.state import State
@@ -54,6 +55,7 @@ class Run:
     logger: Logger
     coordinator: Coordinator
     flops: int = 0  # floating-point operations of a forward
+    clock: float = 0.0  # the share of train.max_seconds that is over; 0 where the clock decides nothing
     finished: bool = False
     evaluated: dict[str, float] = field(default_factory=dict[str, float])  # metrics of this epoch's evaluation
 
@@ -72,14 +74,11 @@ class Run:
 
     def goes_on(self) -> bool:
         """Whether there are epochs, and seconds, left."""
-        limit = self.config.train.max_seconds
-        # The first rank's clock counts, so that all of them stop after the same epoch.
-        used = gather(torch.tensor([self.logger.trained]), self.accelerator)[0] if limit else 0.0
-        return (
-            self.state.epoch < self.config.train.epochs
-            and not (limit and used >= limit)
-            and not self.evaluations.hacked
-        )
+        if limit := self.config.train.max_seconds:
+            # The first rank's clock counts, so that all of them stop after the same epoch, and step at the same rates.
+            used = gather(torch.tensor([self.logger.trained], dtype=torch.float64), self.accelerator)[0]
+            self.clock = float(used) / limit
+        return self.state.epoch < self.config.train.epochs and self.clock < 1 and not self.evaluations.hacked
 
     def next_epoch(self) -> Epoch:
         """What this process does in the epoch to come."""
@@ -90,7 +89,8 @@ class Run:
             plan = make_plan(config, self.schedule, number)
         local = local_prompts(self.train_prompts, how, rank, self.state.prompts, config.seed)
         recorded = every > 0 and number % every == 0 and self.accelerator.is_main_process
-        return Epoch(number, plan, fold(config.seed, number), local, recorded)
+        rates = learning_rates(config, number, self.clock)
+        return Epoch(number, plan, fold(config.seed, number), local, recorded, rates)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -195,7 +195,7 @@ class Run:
         total = epoch.prompts.total
         metrics = score_metrics(scored.scores, scored.diversity, self.rewards, total, self.accelerator)
         metrics |= update_metrics(advantage, loss.edges(plan), stats, total, self.accelerator)
-        metrics["window"] = window_of(self.config, plan, state.epoch)
+        metrics |= {"window": window_of(self.config, plan, state.epoch), "learning_rate": epoch.learning_rates[0]}
         self.guards.check_update(metrics, stats)
         forwards, parents = plan.forwards * total, int(metrics["parents"])
         state.epoch += 1

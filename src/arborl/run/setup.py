@@ -42,6 +42,7 @@ from ..engine.contracts import try_loss
 from ..engine.method import Method, check_plan, warnings_about
 from ..engine.policy import Policy
 from ..engine.precompute import precompute_embeddings, prompts_of_a_run
+from ..engine.rates import describe_rates, rate_settings
 from ..engine.state import Ema, State, trainable
 from ..models import load_model
 from ..models.compile import CACHE_DIR_VARIABLE
@@ -224,7 +225,8 @@ class Assembled:
             seconds = self.compiling + time.perf_counter() - start
             messages.append(f"compiled in {seconds:.0f} s; kept for the next run in {os.environ[CACHE_DIR_VARIABLE]}")
         size, processes = policy.batch_sizes.train, accelerator.num_processes
-        return [*messages, *describe_batches(config, size, processes, self.state.sharded)]
+        rates = [describe_rates(config)] if rate_settings(config) else []
+        return [*messages, *describe_batches(config, size, processes, self.state.sharded), *rates]
 
 
 def shortest_and_longest(prompts: Prompts) -> Prompts:

@@ -112,11 +112,13 @@ function updateSection(host, data) {
   host.append(grid);
   const titles = {
     ratio_error: "first ratio, distance from 1", ratio: "mean ratio", clip_ratio: "edges held back by the clip, share", approx_kl: "KL to the rollout's policy",
-    kl: "KL to the base model", grad_norm: "gradient norm", advantage_abs: "mean |advantage|", window: "first step of the window",
+    kl: "KL to the base model", grad_norm: "gradient norm", advantage_abs: "mean |advantage|", window: "first step of the window", learning_rate: "learning rate",
   };
   let shown = 0;
   for (const [name, title] of Object.entries(titles)) {
-    shown += lineChart(grid, { title, height: 150, series: [{ name, points: pointsOf(data.metrics, name), colour: INK[5] }] });
+    const points = pointsOf(data.metrics, name);
+    if (name === "learning_rate" && new Set(points.map((point) => point.y)).size < 2) continue; // it stays as the settings say
+    shown += lineChart(grid, { title, height: 150, series: [{ name, points, colour: INK[5] }] });
   }
   return shown > 0;
 }
