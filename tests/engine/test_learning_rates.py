@@ -14,7 +14,7 @@ from arborl.compare.runs import UNLIMITED_EPOCHS
 from arborl.config import load_config, with_settings
 from arborl.config.schema import Config
 from arborl.core.rates import SCHEDULES
-from arborl.doctor import _canary_config
+from arborl.doctor import _canary_config, _little_shows
 from arborl.engine.method import warnings_about
 from arborl.engine.rates import course, describe_rates, learning_rates
 from arborl.engine.update import partition, update
@@ -175,3 +175,7 @@ def test_a_canary_is_judged_at_the_rate_itself(tmp_path: Path):
     """In its short time a rate that falls or still rises would say nothing of the one that is set."""
     own = _canary_config(settings("cosine", warmup=500), ["a dot"], 1, tmp_path, 10.0, 5.0)
     assert learning_rates(own, 3, clock=0.9) == (10 * RATE,) * 2
+    assert "with train.schedule=cosine and train.warmup=500 yours has less of it" in _little_shows(
+        settings("cosine", 500)
+    )
+    assert _little_shows(PLAIN).endswith("raise it, or train longer")
