@@ -372,6 +372,8 @@ CASES = {
     "train.updates": Case("3"),
     "train.batch_size": Case("3", look=calls),
     "train.learning_rate": Case("0.002"),
+    "train.schedule": Case("linear"),
+    "train.warmup": Case("3"),
     "train.weight_decay": Case("0.5"),
     "train.beta1": Case("0.5"),
     "train.beta2": Case("0.9"),

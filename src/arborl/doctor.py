@@ -296,15 +296,19 @@ def canary(config: Config, texts: Sequence[str], processes: int, seconds: float)
         rose = rise > 3 * error
         if rose:
             break
-    slowly = "nothing is broken, but at your train.learning_rate little shows in this time: raise it, or train longer"
-    if less := rate_settings(config):
-        slowly += f"; by {' and '.join(less)} your run has less of it than this one, which keeps to it"
     never = "nothing is learnt: look at the lines above, and at advantage_abs and grad_norm of a run"
     early = "too few steps to tell: give it longer, with --canary"
     if rose:
-        return Finding("canary", "; ".join(said), True if len(said) == 1 else None, slowly)
+        return Finding("canary", "; ".join(said), True if len(said) == 1 else None, _little_shows(config))
     few = steps < MIN_CANARY_STEPS
     return Finding("canary", "; ".join(said), None if few else False, early if few else never)
+
+
+def _little_shows(config: Config) -> str:
+    """What to do where only ten times the rate has shown anything."""
+    advice = "nothing is broken, but at your train.learning_rate little shows in this time: raise it, or train longer"
+    less = " and ".join(rate_settings(config))
+    return f"{advice} (this run kept to that rate; with {less} yours has less of it)" if less else advice
 
 
 def _broken_canary(said: list[str], problem: str, factor: float, rate: float) -> Finding:

@@ -121,6 +121,8 @@ BAD = {
     "not an override": (["tree.w"], ["tree.w", "key=value"]),
     "out of range": (["loss.clip=-1"], ["loss.clip=-1", "above 0"]),
     "not a number": (["train.learning_rate=nan"], ["train.learning_rate=nan", "above 0"]),
+    "no such schedule": (["train.schedule=step"], ["train.schedule=step", "allowed: constant, linear, cosine"]),
+    "a warm-up of less than nothing": (["train.warmup=-1"], ["train.warmup=-1", "0 or more"]),
     "no such choice": (["kernel.name=flow"], ["kernel.name=flow", "flow_sde, dance_sde, cps"]),
     "no such option": (["model=sd4"], ["model=sd4", "lumina2, mixture, pipeline"]),
     "a section": (["tree=3"], ["tree=3", "tree.w"]),

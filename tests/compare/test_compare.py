@@ -23,6 +23,7 @@ from arborl.compare.results import Point, compute_to_reach, mean_curve, pareto, 
 from arborl.compare.runs import command_of, cost_of, log_of
 from arborl.config import save_config
 from arborl.core.errors import InputError
+from arborl.engine.rates import learning_rates
 from arborl.run.checkpoint import latest_valid
 from arborl.tools.files import is_locked, lock
 
@@ -149,6 +150,16 @@ class TestPlanning:
         for run in runs:
             epoch = cost_of(run.config) / run.config.train.epochs
             assert 2e5 - 1.5 * epoch < cost_of(run.config) <= 2e5
+
+    @pytest.mark.parametrize("preset", ["tree", "flow_grpo"])
+    def test_a_rate_that_falls_is_nearly_nothing_where_the_compute_ends(self, tmp_path: Path, preset: str):
+        config = plan_runs([Cell(f"{preset} train.schedule=linear")], Protocol((0,), 2e5), tmp_path)[0].config
+        train = config.train
+        assert learning_rates(config, 0)[0] == train.learning_rate
+        last = train.learning_rate / (train.epochs * train.updates)
+        assert learning_rates(config, train.epochs - 1)[-1] == pytest.approx(last)
+        timed = plan_runs([Cell(f"{preset} train.schedule=linear")], Protocol((0,), seconds=60), tmp_path / "timed")
+        assert learning_rates(timed[0].config, 900, clock=0.75)[-1] == pytest.approx(train.learning_rate / 4)
 
     def test_common_settings_come_first_and_a_cells_own_last(self, tmp_path: Path):
         run = plan_runs([Cell("tree tree.w=2")], Protocol((3,), 1e5, common=("tree.w=4", "tree.k=3")), tmp_path)[0]
@@ -278,7 +289,7 @@ def interrupted_once(met: Callable[[], bool]) -> Iterator[None]:
 class TestCommand:
     def test_runs_writes_and_runs_nothing_twice(self, tmp_path: Path, capsys):
         out = tmp_path / "with space & 'quote'"
-        given = arguments(out, "--compute", "4000", "--points", "2", "--workers", "2")
+        given = arguments(out, "--compute", "4000", "--points", "2", "--workers", "2", "--set", "train.schedule=linear")
         assert run(*given) == 0
         assert {path.name for path in out.glob("compare.*")} == {"compare.md", "compare.json", "compare.png"}
         table = json.loads((out / "compare.json").read_text())
@@ -288,6 +299,10 @@ class TestCommand:
             assert 0 < row["compute"] <= 4000
             assert row["peak_memory"] > 0
         assert (out / "compare.md").read_text() in capsys.readouterr().out
+        for path in out.rglob("metrics.jsonl"):  # the rate falls to nearly nothing at the end of the compute
+            rates = [row["learning_rate"] for row in map(json.loads, path.read_text().splitlines()[:-1])]
+            assert len(rates) > 2
+            assert rates == pytest.approx([1e-3 * (1 - epoch / len(rates)) for epoch in range(len(rates))])
         summaries = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
         assert len(summaries) == 4
         assert run(*given, "--json") == 0

@@ -80,11 +80,11 @@ class Watched:
             seen.append(scored.scores)
             return credit(method, epoch, scored, rollout)
 
-        def updated(policy, state, loss, rollout, advantage, keep):
+        def updated(policy, state, loss, rollout, advantage, keep, rates):
             before = {name: p.detach().clone() for name, p in state.parameters.items()}
             texts, model = rollout.prompts.prompts.texts, copy.deepcopy(policy.model)
             self.epochs.append(Epoch(texts, seen[-1], rollout, advantage, keep, rollout.key, before, model))
-            return update(policy, state, loss, rollout, advantage, keep)
+            return update(policy, state, loss, rollout, advantage, keep, rates)
 
         def lost(training: TrainingCalls, trained: Trained, *rest, **more):
             self.epochs[-1].batches.append(trained)
@@ -150,7 +150,9 @@ def test_advantages(tmp_path: Path, std: str, how: str):
 
 SETTINGS = [
     "train.updates=2",
-    "train.learning_rate=0.02",
+    "train.learning_rate=0.04",
+    "train.schedule=linear",
+    "train.warmup=1",
     "loss.clip=0.003",
     "loss.kl=0.3",
     "loss.edge_weight=noise",
@@ -166,6 +168,10 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return Watched(tmp_path_factory.mktemp("by_hand"), SETTINGS)
+
+
+RATES = [0.04 * 1 / 2, 0.04 * 3 / 4, 0.04 * 2 / 4, 0.04 * 1 / 4]
+"""Of its four optimizer steps: half a rate to warm up with, and a quarter less at each."""
 
 
 class ByHand:
@@ -227,19 +233,22 @@ class ByHand:
         """Clip by the norm of all; AdamW; every third step the average."""
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         self.norms.append(norm)
+        rate = RATES[self.steps]
         self.steps += 1
         for name, p in self.weights.items():
             g = gradients[name] * min(1, 0.005 / norm)
             self.first[name] = 0.6 * self.first[name] + 0.4 * g
             self.second[name] = 0.8 * self.second[name] + 0.2 * g**2
             m, v = self.first[name] / (1 - 0.6**self.steps), self.second[name] / (1 - 0.8**self.steps)
-            p -= 0.02 * 0.4 * p + 0.02 * m / (v.sqrt() + 1e-8)
+            p -= rate * 0.4 * p + rate * m / (v.sqrt() + 1e-8)
             if self.steps % 3 == 0:
                 self.average[name] = 0.7 * self.average[name] + 0.3 * p
 
 
 def test_weights_averages_and_metrics(trained: Watched):
-    """Clip range, KL, edge weights, gradient clipping, AdamW and the average, all at once, over four steps."""
+    """Clip range, KL, edge weights, gradient clipping, AdamW, its falling rate and the average, all at once, over four
+    steps.
+    """
     mine = ByHand(trained)
     assert mine.steps == 4
     assert sum(mine.clipped), "no edge is held back by the clip, so that it was not tried"
@@ -251,6 +260,7 @@ def test_weights_averages_and_metrics(trained: Watched):
         steps = slice(2 * epoch, 2 * epoch + 2)
         assert row["grad_norm"] == pytest.approx(max(mine.norms[steps]), rel=1e-3)
         assert row["clip_ratio"] == pytest.approx(sum(mine.clipped[steps]) / row["edges"], abs=1e-6)
+        assert row["learning_rate"] == pytest.approx(RATES[2 * epoch])
         assert row["kl"] == pytest.approx(sum(mine.divergence[steps]) / row["edges"], rel=1e-3, abs=1e-7)
 
 

@@ -62,6 +62,8 @@ MEASURED = ("time/", "tflops/", "step_time")
 """Metrics that the clock says."""
 RENAMED = {"steps_broken": "steps_nonfinite"}
 """Metrics that were called otherwise when the numbers were recorded."""
+ADDED = ("learning_rate",)
+"""Metrics that are newer than the recorded numbers."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def numbers(case: Case, folder: Path, launch: Callable[[list[str], int, Path], N
         launch(settings, case.processes, folder)
     run = folder / case.name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+    rows = [{name: value for name, value in row.items() if not name.startswith((*MEASURED, *ADDED))} for row in rows]
     if case.resumed:  # it keeps the evaluation that it had made at its first end
         kept = {name: value for name, value in rows[BROKEN_OFF].items() if name.startswith("eval/")}
         assert kept

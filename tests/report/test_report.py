@@ -52,6 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval.rewards=[jpeg]",
         "sample.num_prompts=2",
         "train.updates=2",
+        "train.schedule=linear",
         "sample.num_steps=6",
         "tree.w=2",
         "tree.s=1",
@@ -104,6 +105,7 @@ def test_the_page_opens_from_disk_and_asks_for_nothing(run: Path, browser: Brows
         assert str(shown(row["eval/own"])) in page.text("#head .headline")
     assert page.count("#pictures .pair") == 3
     assert page.count("#pictures .pair img") == 6, "before and after"
+    assert page.count('#update svg[aria-label="learning rate"]') == 1
     page.page.locator("#settings summary").click()
     assert page.page.get_by_role("cell", name="tree.w", exact=True).count() == 2
 
@@ -360,6 +362,7 @@ def test_a_comparison_in_the_same_style(compared: Path, browser: Browser, viewpo
 def test_the_data_is_json_and_small(run: Path):
     data = read(run)
     assert json.loads(json.dumps(data, allow_nan=False)) == json.loads(json.dumps(data))
+    assert data["metrics"]["learning_rate"] == [1e-4, pytest.approx(1e-4 * 2 / 3), pytest.approx(1e-4 / 3), None]
     assert (run / "report.html").stat().st_size < 2_000_000
     assert render(data).count("<script") == 2 + len(re.findall(r"sha256-", render(data))) - 1
 
@@ -402,6 +405,8 @@ def test_two_evaluations_are_points_and_more_are_a_curve(
     assert page.count('#curves g[aria-label="line"][stroke="#1b6ca8"]') == lines
     assert page.count('#curves g[aria-label="dot"][fill="#1b6ca8"] circle') == points
     assert page.count('#curves g[aria-label="rule"][stroke="#1b6ca8"] line') == (0 if lines else points), "errors"
+    assert page.count('#update svg[aria-label="gradient norm"]') == 1
+    assert page.count('#update svg[aria-label="learning rate"]') == 0, "a constant one needs no curve"
     assert f"torch {torch.__version__}" in page.text("#environment")
     assert "CPU" in page.text("#head .facts")
 

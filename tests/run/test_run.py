@@ -41,7 +41,7 @@ def test_a_run_that_went_on_later_is_the_run_that_never_stopped(tmp_path: Path, 
     assert_same_run(whole, parts, ended_at=first)
 
 
-LONGER = [*MIXTURE, "train.epochs=20", "log.save_every=1000"]
+LONGER = [*MIXTURE, "train.epochs=20", "log.save_every=1000", "train.schedule=linear", "train.warmup=8"]
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,14 @@ def learning_rates(config: Config, epoch: int, clock: float = 0.0) -> tuple[floa
 
     A step that is left out is counted too, so that a run which goes on has the rates of one that never stopped.
     """
+    updates = config.train.updates
+    return tuple(_rate(config, epoch * updates + part, clock) for part in range(updates))
+
+
+def _rate(config: Config, index: int, clock: float = 0.0) -> float:
     train = config.train
-    how = train.learning_rate, train.schedule, train.warmup
-    first, steps = epoch * train.updates, train.epochs * train.updates
-    return tuple(learning_rate(*how, first + part, steps, clock) for part in range(train.updates))
+    steps = train.epochs * train.updates
+    return learning_rate(train.learning_rate, train.schedule, train.warmup, index, steps, clock)
 
 
 class Course(NamedTuple):
@@ -30,10 +34,10 @@ def course(config: Config) -> Course | None:
     train = config.train
     if not train.epochs:
         return None
-    first, last = learning_rates(config, 0)[0], learning_rates(config, train.epochs - 1)[-1]
+    first, steps = _rate(config, 0), train.epochs * train.updates
     if train.max_seconds:
         return Course(first, None if rate_settings(config) else first, None)
-    return Course(first, last, train.epochs * train.updates)
+    return Course(first, _rate(config, steps - 1), steps)
 
 
 def rate_settings(config: Config) -> list[str]:
