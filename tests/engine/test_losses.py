@@ -1,4 +1,4 @@
-"""Every loss keeps the contract of `core/losses.py`: those of the table, and some of one's own that take all of it."""
+"""Every loss keeps the contract of `core/losses`: those of the table, and some of one's own that take all of it."""
 
 import math
 from pathlib import Path
@@ -38,6 +38,10 @@ LOSS_SETTINGS = {
         *("algo=flat", "kernel.name=ode", "sample.group_size=6"),
     ],
     "OldRollsOut": ["loss.name=own_losses:OldRollsOut"],
+    "nft": ["loss.name=nft", "loss.options.levels_per_leaf=2"],
+    "nft, KL, flat": ["algo=nft", "sample.group_size=6", "loss.kl=0.1", "loss.options.adaptive=false"],
+    "awm": ["loss.name=awm", "loss.options.levels_per_leaf=2", "loss.options.off_policy=true", "loss.kl=0.1"],
+    "awm, flat": ["algo=awm", "sample.group_size=6"],
 }
 SMALL = ["sample.num_prompts=4", "train.updates=1", "loss.kl=0"]
 every_loss = pytest.mark.parametrize("name", LOSS_SETTINGS)
@@ -248,7 +252,7 @@ def test_levels_and_noise_depend_on_the_leaf_alone(levels: int, prompts: int, fi
 
 @pytest.mark.parametrize("family", [[], ["model.family=tiny_ddim:TinyDDIM", "rewards=brightness"]])
 def test_what_is_asked_is_the_leaf_at_its_level(family: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every call: the point, the model's time there, the prompt, and the leaf's own advantage."""
+    """At every call: the point, the model's time there, the prompt, and the advantage of the leaf's ancestor."""
     made = Bench([*family, *LOSS_SETTINGS["Regression"], "train.batch_size=7", "train.updates=1"])
     plan, record, advantage = made.record.plan, made.record, made.advantage()
     asked: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
@@ -269,7 +273,10 @@ def test_what_is_asked_is_the_leaf_at_its_level(family: list[str], monkeypatch: 
             (match,) = (leaves == batch.x0[n]).flatten(2).all(2).nonzero().tolist()
             prompt, leaf = match
             seen.add((prompt, leaf, int(rows[n])))
-            assert float(batch.advantage[n]) == pytest.approx(float(advantage[prompt, plan.leaves[leaf] - plan.roots]))
+            above = int(plan.leaves[leaf])  # up the leaf's own way, to the edge that starts at this level
+            while plan.step[above - plan.roots] != rows[n]:
+                above = int(plan.parent[above - plan.roots])
+            assert float(batch.advantage[n]) == pytest.approx(float(advantage[prompt, above - plan.roots]))
             for name, tensor in cond.tensors.items():
                 assert torch.equal(tensor[n], record.cond.tensors[name][prompt])
             expected = batch.alpha[n] * batch.x0[n] + sigma[n] * batch.noise[n]

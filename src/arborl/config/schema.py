@@ -263,20 +263,26 @@ class PruneConfig(Settings):
 class LossConfig(Settings):
     name: str = knob(
         "surrogate",
-        "How edges train the model: PPO's clipped surrogate; package.module:Class is one of your own "
+        "How a rollout trains the model: by its edges, PPO's clipped surrogate; or by its leaves, noised again, nft "
+        "(DiffusionNFT) or awm (Advantage Weighted Matching); package.module:Class is one of your own "
         "(docs/extending.md).",
-        choices=("surrogate",),
+        choices=("surrogate", "nft", "awm"),
         own="Class",
     )
     clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
-    kl: float = knob(0.0, "Weight of the KL to the frozen base model; 0 is off.", low=0)
+    kl: float = knob(
+        0.0,
+        "Weight of the KL to the frozen base model, or with nft and awm of the mean square of the answers' difference; "
+        "0 is off.",
+        low=0,
+    )
     edge_weight: str = knob(
         "equal",
         "Weight of an edge in the loss: all the same, or by the noise it added (mean 1).",
         choices=("equal", "noise"),
     )
     adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)
-    options: dict[str, Any] = knob({}, "Further arguments of a loss of your own, by their names.")
+    options: dict[str, Any] = knob({}, "Further arguments of the loss, by their names (docs/method.md).")
 
 
 @dataclass

@@ -101,6 +101,18 @@ class Plan:
         return childless.nonzero().squeeze(1)
 
     @cached_property
+    def paths(self) -> Int[Tensor, "leaves most"]:
+        """The edges on the way to each leaf, the root's first; -1 where a way is shorter than the longest."""
+        paths = torch.full((len(self.leaves), int(self.depth.max())), -1)
+        node, leaf = self.leaves, torch.arange(len(self.leaves))
+        while len(node):
+            edge = node - self.roots
+            paths[leaf, self.depth[node] - 1] = edge
+            inner = self.parent[edge] >= self.roots
+            node, leaf = self.parent[edge][inner], leaf[inner]
+        return paths
+
+    @cached_property
     def preview_nodes(self) -> Int[Tensor, " shown"]:
         """Roots, splits and leaves: the nodes worth a picture. The others only pass on what came before."""
         children = torch.bincount(self.parent, minlength=self.nodes)

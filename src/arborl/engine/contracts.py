@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config.schema import Config
 from ..core.advantage import ADVANTAGES
-from ..core.errors import InputError, first_line
+from ..core.errors import ArgumentError, InputError, first_line
 from ..core.kernels import Coefficients
 from ..core.losses import LOSSES, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who
 from ..core.noise import fold, normal
@@ -98,6 +98,10 @@ def loss_of(config: Config) -> EdgeLoss | LeafLoss:
             raise InputError(f"loss.options.{one.name}", None, problem, "a number, a text, true or false")
     try:
         loss = found(**given)
+    except ArgumentError as error:
+        names = {one: ("loss." if one in LOSS_SETTINGS else "loss.options.") + one for one in given}
+        names.setdefault(error.argument, f"loss.options.{error.argument}")
+        raise error.renamed(names) from None
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError("loss.name", name, f"cannot be made of its settings ({why})") from error

@@ -1,5 +1,6 @@
 """From settings to the method: an epoch's plan, kernel, advantage and pruning; and whether they fit together."""
 
+import inspect
 import itertools
 import math
 import warnings
@@ -265,7 +266,7 @@ def _check_loss(config: Config, loss: EdgeLoss | LeafLoss, plan: Plan) -> None:
     try:
         loss.calls(plan)
     except ArgumentError as error:
-        is_option = error.argument in config.loss.options
+        is_option = error.argument in inspect.signature(type(loss)).parameters
         key, value = ("loss.options." + error.argument, error.value) if is_option else ("loss.name", name)
         problem = error.problem if is_option else f"its {error.argument} is {error.value}: {error.problem}"
         raise InputError(key, value, problem, error.allowed) from None

@@ -106,7 +106,7 @@ def update(
     for part, rate in enumerate(rates):
         trained = training.trained(keep, part_of == part)
         queues = [list(batches(len(rows), *how)) for rows in trained.by_group]
-        useful = int((advantage[trained.prompt, trained.edge] != 0).any())
+        useful = int((training.advantage_of(trained) != 0).any())
         count, useful, *calls = _across_ranks(accelerator, len(trained.edge), useful, [len(queue) for queue in queues])
         if count == 0 or (useful == 0 and not loss.has_regularizer):
             stats.skipped += 1
@@ -180,7 +180,9 @@ class TrainingCalls:
         self.policy, self.loss, self.rollout, self.advantage = policy, loss, rollout, advantage
         self.device, self.ids = policy.device, rollout.prompts.ids
         self.calls: Calls = loss.calls(rollout.plan)
-        self.level = loss.levels(rollout.plan, rollout.key, self.ids)
+        where = rollout.plan, rollout.key, self.ids
+        self.level = loss.levels(*where)
+        self.ancestor = loss.ancestors(*where) if isinstance(loss, LeafLoss) else None
         self.group_of_step = policy.call_groups(rollout.plan.schedule.timestep.float())
         """Of the steps of the schedule, so that ranks number groups alike."""
 
@@ -238,7 +240,7 @@ class TrainingCalls:
             row=to_device(trained.row, device),
             child=_at(rollout.latents, trained.prompt, plan.child[trained.edge], device),
             log_density=_at(rollout.log_density, trained.prompt, trained.edge, device),
-            advantage=self._advantage(trained),
+            advantage=self.advantage_of(trained),
             noise_weight=of_edges(plan.noise_weight),
             coefficients=Coefficients(*map(of_edges, plan.coefficients)),
         )
@@ -255,10 +257,14 @@ class TrainingCalls:
         noise = loss.noise(self.rollout.key, ids, call, self.policy.latent_shape)
         x = noised(x0, noise, alpha, sigma)
         known = (x[:n], x0[:n], noise[:n], sigma[:n], alpha[:n])
-        return x, LeafBatch(*known, self._advantage(trained), schedule.prediction)
+        return x, LeafBatch(*known, self.advantage_of(trained), schedule.prediction)
 
-    def _advantage(self, trained: Trained) -> Float[Tensor, " e"]:
-        return _at(self.advantage.float(), trained.prompt, trained.edge, self.device)
+    def advantage_of(self, trained: Trained) -> Float[Tensor, " e"]:
+        """What each edge is trained with: its own advantage, or of a leaf at a level that of its ancestor there."""
+        edge = trained.edge
+        if self.ancestor is not None:
+            edge = self.ancestor[trained.prompt, trained.calls[trained.row, 1]]
+        return _at(self.advantage.float(), trained.prompt, edge, self.device)
 
     def _keep_ratios(self, ratio: Float[Tensor, " e"], trained: Trained, stats: Stats, first: bool) -> None:
         if first:

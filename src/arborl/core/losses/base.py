@@ -1,5 +1,6 @@
-"""How a rollout trains the model. A loss is a class and a line in `LOSSES`."""
+"""What a loss is: which model calls train, at which points, who is asked there, and what the answers cost."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .errors import ArgumentError
-from .kernels import Coefficients, Gaussian, transition
-from .noise import Key, normal
-from .prune import LEAF_NOISE, LEVEL_DRAW
-from .tree import Plan
+from ..errors import ArgumentError
+from ..kernels import Coefficients, Gaussian, transition
+from ..noise import Key, normal
+from ..prune import LEAF_NOISE, LEVEL_DRAW
+from ..tree import Plan
 
 Who = Literal["policy", "old", "reference"]
 """A policy that can be asked: the one that is trained; one that follows it (`Loss.old_decay`); the untrained one."""
@@ -51,8 +52,6 @@ class Loss(ABC):
 
     needs_densities: ClassVar[bool]
     """Whether it takes the densities of transitions, so that edges without noise cannot be trained."""
-    sampler: ClassVar[Literal["policy", "old"]] = "policy"
-    """Who rolls out: the policy, or the old one."""
 
     @property
     @abstractmethod
@@ -63,6 +62,11 @@ class Loss(ABC):
     def asks(self) -> tuple[Who, ...]:
         """The further policies whose answers it wants: `old`, `reference`. Each costs a forward a model call."""
         return ()
+
+    @property
+    def sampler(self) -> Literal["policy", "old"]:
+        """Who rolls out: the policy, or the old one."""
+        return "policy"
 
     @property
     def has_regularizer(self) -> bool:
@@ -137,7 +141,7 @@ class LeafBatch:
     noise: Float[Tensor, "n *latent"]
     sigma: Float[Tensor, " n"]
     alpha: Float[Tensor, " n"]
-    advantage: Float[Tensor, " n"]  # of the edge into the leaf, which is the leaf's own
+    advantage: Float[Tensor, " n"]  # of the edge on the leaf's way that starts at its level
     prediction: str  # what the model predicts: flow, epsilon, v_prediction
 
     @property
@@ -162,37 +166,44 @@ class LeafBatch:
 
 
 class LeafLoss(Loss):
-    """A loss of finished samples: each leaf is noised again at some of the sampler's own levels, drawn without
+    """A loss of finished samples: each leaf is noised again at some of the levels on its own way, drawn without
     replacement, and every one of them is a model call. An edge here is a leaf at one level.
+
+    At a level its advantage is that of its ancestor, the edge on its way that starts there: in a tree the leaves below
+    a node share what is known of the node's edge, as they do in an `EdgeLoss`. On separate trajectories every edge of a
+    way has the leaf's own. Which leaves are trained is said by the edges into them.
     """
 
     needs_densities = False
     levels_per_leaf: int = 1
     """The number of those levels."""
-
-    def rows(self, plan: Plan) -> Int[Tensor, " rows"]:
-        """The rows of the schedule that levels are drawn from: those on the way to the first leaf."""
-        node, found = int(plan.leaves[0]), list[int]()
-        while node >= plan.roots:
-            found.append(int(plan.step[node - plan.roots]))
-            node = int(plan.parent[node - plan.roots])
-        return torch.tensor(found[::-1])
+    level_share: float = 1.0
+    """The share of the levels on a way that they are drawn from, its first and noisiest."""
 
     def edges(self, plan: Plan) -> Bool[Tensor, " edges"]:
         return torch.isin(plan.child, plan.leaves)
 
     def calls(self, plan: Plan) -> Calls:
-        rows, levels = len(self.rows(plan)), cast(object, self.levels_per_leaf)
-        if type(levels) is not int or not 1 <= levels <= rows:
-            raise ArgumentError("levels_per_leaf", levels, f"{rows} noise levels can be drawn", f"1..{rows}")
+        most, levels = int(self._drawn_from(plan).sum(1).min()), cast(object, self.levels_per_leaf)
+        if type(levels) is not int or not 1 <= levels <= most:
+            raise ArgumentError("levels_per_leaf", levels, f"{most} noise levels can be drawn", f"1..{most}")
         leaf = plan.leaves.repeat_interleave(self.levels_per_leaf)
         return Calls(leaf, leaf - plan.roots, torch.arange(len(leaf)))
 
     def levels(self, plan: Plan, key: Key, prompt_ids: Int[Tensor, " prompts"]) -> Int[Tensor, "prompts calls"]:
-        rows, leaves = self.rows(plan), len(plan.leaves)
-        number = torch.arange(leaves * len(rows))
-        order = normal(key, _address(prompt_ids, LEVEL_DRAW, number), (1,)).view(len(prompt_ids), leaves, -1).argsort(2)
-        return rows[order[:, :, : self.levels_per_leaf]].flatten(1)
+        return plan.step[self.ancestors(plan, key, prompt_ids)]
+
+    def ancestors(self, plan: Plan, key: Key, prompt_ids: Int[Tensor, " prompts"]) -> Int[Tensor, "prompts calls"]:
+        """The edge on the leaf's own way that starts at each call's level."""
+        prompts, number = len(prompt_ids), torch.arange(plan.paths.numel())
+        order = normal(key, _address(prompt_ids, LEVEL_DRAW, number), (1,)).view(prompts, *plan.paths.shape)
+        place = order.masked_fill(~self._drawn_from(plan), torch.inf).argsort(2)[:, :, : self.levels_per_leaf]
+        return plan.paths.expand(prompts, -1, -1).gather(2, place).flatten(1)
+
+    def _drawn_from(self, plan: Plan) -> Bool[Tensor, "leaves most"]:
+        """The places on the ways to the leaves whose levels can be drawn."""
+        length = (plan.paths >= 0).sum(1, keepdim=True)
+        return torch.arange(plan.paths.shape[1]) < (self.level_share * length).long().clamp_min(1)
 
     def noise(
         self, key: Key, prompt_ids: Int[Tensor, " n"], call: Int[Tensor, " n"], shape: tuple[int, ...]
@@ -223,61 +234,20 @@ def _address(prompt_ids: Int[Tensor, " prompts"], tree: int, number: Int[Tensor,
     return torch.stack([prompt, torch.full_like(prompt, tree), number.repeat(len(prompt_ids))], 1)
 
 
-@dataclass(frozen=True)
-class Surrogate(EdgeLoss):
-    """PPO's clipped surrogate, max(-A·r, -A·clip(r, 1±c)) (arXiv 1707.06347, eq. 7), plus a KL to the untrained model
-    (Flow-GRPO, arXiv 2505.05470).
-
-    `edge_weight="noise"` weighs edges by the noise that they add (TempFlow-GRPO, arXiv 2508.04324).
-    """
-
-    clip: float
-    kl: float = 0.0
-    edge_weight: str = "equal"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return ("loss", "ratio", "clip_ratio", "approx_kl", *(["kl"] if self.kl else []))
-
-    @property
-    def asks(self) -> tuple[Who, ...]:
-        return ("reference",) if self.kl else ()
-
-    @property
-    def has_regularizer(self) -> bool:
-        return self.kl > 0
-
-    def __call__(
-        self, answers: Mapping[Who, Float[Tensor, "calls *latent"]], batch: EdgeBatch
-    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " edges"]]]:
-        policy = batch.transition(answers["policy"])
-        new, old = policy.log_density(batch.child), batch.log_density
-        weight = batch.noise_weight if self.edge_weight == "noise" else None
-        edges, ratio, clipped = clipped_surrogate(new, old, batch.advantage, self.clip, weight)
-        loss = edges.sum()
-        # Of the divergence the estimate r - 1 - log r, which is never below 0.
-        seen = {"loss": edges, "ratio": ratio, "clip_ratio": clipped, "approx_kl": ratio - 1 - (new.detach() - old)}
-        if self.kl:
-            seen["kl"] = policy.kl(batch.transition(answers["reference"]))
-            loss = loss + self.kl * seen["kl"].sum()
-        return loss, seen
+def check_number(
+    argument: str, value: object, *, least: float = 0.0, above: float | None = None, most: float | None = None
+) -> None:
+    """A number of a loss's constructor lies where it makes sense: from `least` on, or above `above`, up to `most`."""
+    low = f"{least:g} or more" if above is None else f"above {above:g}"
+    allowed = f"a number, {low}" + ("" if most is None else f", at most {most:g}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ArgumentError(argument, value, "is no number", allowed)
+    if value < least or (above is not None and value <= above):
+        raise ArgumentError(argument, value, "is too small", allowed)
+    if most is not None and value > most:
+        raise ArgumentError(argument, value, "is too large", allowed)
 
 
-def clipped_surrogate(
-    log_density: Float[Tensor, " n"],
-    old_log_density: Float[Tensor, " n"],
-    advantage: Float[Tensor, " n"],
-    clip: float,
-    weight: Float[Tensor, " n"] | None = None,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Each edge's surrogate, weighted; its ratio; and whether the clip is what held it (its gradient is then 0)."""
-    ratio = torch.exp(log_density - old_log_density)
-    free, held = -advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip)
-    loss = torch.maximum(free, held)
-    if weight is not None:
-        loss = loss * weight
-    return loss, ratio.detach(), (held > free).detach().float()
-
-
-LOSSES: dict[str, type[EdgeLoss] | type[LeafLoss]] = {"surrogate": Surrogate}
-"""A loss is a class and a line here."""
+def check_flag(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, value, "is neither of the two", "true, false")

@@ -1,0 +1,24 @@
+"""How a rollout trains the model. A loss is a class, in `edges` or `leaves`, and a line in `LOSSES`."""
+
+from .base import Calls, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Loss, Who, noised
+from .edges import Surrogate, clipped_surrogate
+from .leaves import Awm, Nft
+
+LOSSES: dict[str, type[EdgeLoss] | type[LeafLoss]] = {"surrogate": Surrogate, "nft": Nft, "awm": Awm}
+"""A loss is a class and a line here."""
+
+__all__ = [
+    "LOSSES",
+    "Awm",
+    "Calls",
+    "EdgeBatch",
+    "EdgeLoss",
+    "LeafBatch",
+    "LeafLoss",
+    "Loss",
+    "Nft",
+    "Surrogate",
+    "Who",
+    "clipped_surrogate",
+    "noised",
+]
