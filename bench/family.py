@@ -1,6 +1,6 @@
 """The comparison of docs/results.md: every preset on the scenes, each with its own best setting of one small search.
 
-    python -m bench.family search      # the same twelve cells for every preset, one seed, on training captions
+    python -m bench.family search      # the same cells for every preset at two budgets, one seed, training captions
     python -m bench.family final       # the best cell of each: five seeds, on held-out captions, each budget a run
     python -m bench.family tables      # what docs/results.md says of it
 
@@ -36,10 +36,12 @@ COMMON = (
     "tree.s=0",
     "eval.every=0",
 )
-SEARCH_SEED, SEARCH_BUDGET, SEEDS = 100, 100_000, (0, 1, 2, 3, 4)
+SEARCH_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 """The seed of the search is not one of those that count."""
-BUDGETS, LONGEST, MOST_LONGEST = (200_000, 100_000, 50_000, 33_000, 25_000), 400_000, 6
-"""Of the last only the six that are best at 200 thousand."""
+SEARCHED_AT = {25_000: 33_000, 33_000: 33_000, 50_000: 33_000, 100_000: 100_000, 200_000: 100_000, 400_000: 100_000}
+"""The budget of a run, and that of the search which its settings are from."""
+JUDGED_AT, LONGEST, MOST_LONGEST = 200_000, 400_000, 6
+"""The longest budget is for those that are best at the one before."""
 RATES, UPDATES = ("1e-4", "2e-4", "4e-4"), ("2", "8")
 
 
@@ -81,16 +83,19 @@ TAIL = ("sample.tail_steps=0", "sample.tail_solver=dpmpp_2m sample.tail_steps=3"
 FAMILY = (
     Entry("tree", f"tree.w=3 {UNDIVIDED}", FLOW, TAIL),
     Entry("tree_fast", "", FLOW, either("sample.tail_steps", "3", "4")),
-    Entry("tree_long", "", FLOW, ("sample.tail_steps=0", "sample.tail_solver=dpmpp_2m sample.tail_steps=4")),
+    # The whole way to the picture is what makes it tree_long: its knob is the prompts of an epoch.
+    Entry("tree_long", "", FLOW, either("sample.num_prompts", "16", "32")),
     # BranchGRPO splits at 0, 3, 6 and 9 of 20 steps: three splits over the same part of ten are 0, 2 and 4.
     Entry("branch_mix", f"tree.split_points=[0,2,4] tree.mix_sde_window=2 {UNDIVIDED}", SPLIT, TAIL),
     Entry("mix", f"tree.w=3 {UNDIVIDED}", FLOW, TAIL),
     Entry("mix_flash", f"tree.w=3 {UNDIVIDED}", FLOW, either("sample.tail_steps", "4", "5")),
     Entry("dance", UNDIVIDED, DANCE, either("prune.step_fraction", "0.6", "0.3")),
     Entry("flow_grpo", UNDIVIDED, FLOW, SHARE),
-    Entry("flow_grpo_fast", UNDIVIDED, either("kernel.eta", "0.6", "0.8"), either("tree.w", "2", "3")),
+    Entry("flow_grpo_fast", f"loss.kl=0 {UNDIVIDED}", either("kernel.eta", "0.6", "0.8"), either("tree.w", "2", "3")),
     Entry("ddpo", UNDIVIDED, FLOW, SHARE),
-    Entry("nft", "loss.kl=0", either("loss.options.beta", "1", "0.1"), either("loss.options.levels_per_leaf", "4", "9")),
+    Entry(
+        "nft", "loss.kl=0", either("loss.options.beta", "1", "0.1"), either("loss.options.levels_per_leaf", "4", "9")
+    ),
     Entry("awm", "loss.kl=0", either("loss.options.ema", "1", "0.3"), either("loss.options.levels_per_leaf", "3", "6")),
     Entry("tempflow", f"tree.split_points=[0,2] tree.k=4 {UNDIVIDED}", FLOW, TAIL),
 )
@@ -157,15 +162,15 @@ def run(jobs: Sequence[Job], record: Path, out: Path, workers: int | None, minut
         click.echo(f"stopped with {len(written)} of {len(of_run)} runs", err=True)
 
 
-def searched(rows: Sequence[dict[str, Any]], entry: Entry) -> dict[str, float]:
-    """The score of each cell of a preset's search."""
-    found = {row["cell"]: row["score"] for row in rows if row["stage"] == "search"}
+def searched(rows: Sequence[dict[str, Any]], entry: Entry, budget: float) -> dict[str, float]:
+    """The score of each cell of a preset's search at a budget."""
+    found = {row["cell"]: row["score"] for row in rows if (row["stage"], row["budget"]) == ("search", budget)}
     return {cell: found[cell] for cell in entry.cells if cell in found}
 
 
-def chosen(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The best cell of each preset that was searched."""
-    found = {entry.name: searched(rows, entry) for entry in FAMILY}
+def chosen(rows: Sequence[dict[str, Any]], budget: int) -> dict[str, str]:
+    """The cell of each preset for runs of some budget: the best of its search."""
+    found = {entry.name: searched(rows, entry, SEARCHED_AT[budget]) for entry in FAMILY}
     return {name: max(scores, key=lambda cell: scores[cell]) for name, scores in found.items() if scores}
 
 
@@ -198,44 +203,70 @@ def entries(only: str) -> list[Entry]:
 @main.command()
 @with_options
 def search(out: Path, record: Path, workers: int | None, minutes: float, only: str, extra: tuple[str, ...]) -> None:
-    """Every preset's twelve cells, 100 thousand forwards each."""
+    """Every preset's twelve cells, at each of the two budgets that settings are searched at."""
     common = (*COMMON, f"eval.prompts={captions(out.resolve())}", "eval.num_prompts=512", *extra)
     # Cell by cell and not preset by preset, so that what is cut off is the same part of every search.
     cells = tuple(cell for together in zip(*(entry.cells for entry in entries(only)), strict=True) for cell in together)
-    run([Job("search", SEARCH_BUDGET, (SEARCH_SEED,), cells, common)], record, out, workers, minutes)
+    budgets = sorted(set(SEARCHED_AT.values()), reverse=True)
+    run([Job("search", budget, (SEARCH_SEED,), cells, common) for budget in budgets], record, out, workers, minutes)
 
 
 @main.command()
 @with_options
-def final(out: Path, record: Path, workers: int | None, minutes: float, only: str, extra: tuple[str, ...]) -> None:
-    """The chosen cells, five seeds, each budget a run of its own; each held-out caption twice, with different noise."""
-    common, rows = (*COMMON, "eval.num_prompts=1022", *extra), recorded(record)
-    best = chosen(rows)
-    cells = tuple(best[entry.name] for entry in entries(only) if entry.name in best)
-    jobs = [Job("final", budget, SEEDS, cells, common) for budget in BUDGETS]
-    if all(len(scores_at(rows, cell, BUDGETS[0])) == len(SEEDS) for cell in best.values()):
-        by_score = sorted(best.values(), key=lambda cell: -statistics.mean(scores_at(rows, cell, BUDGETS[0])))
-        leading = [cell for cell in by_score[:MOST_LONGEST] if cell in cells]
-        constant = tuple(f"{cell} train.schedule=constant" for cell in by_score[:2])
-        jobs += [Job("final", LONGEST, SEEDS, tuple(leading), common), Job("final", BUDGETS[0], SEEDS, constant, common)]
+@click.option("--budgets", default="200000,100000,50000,33000,25000,400000", show_default=True, help="In this order.")
+def final(
+    out: Path,
+    record: Path,
+    workers: int | None,
+    minutes: float,
+    only: str,
+    extra: tuple[str, ...],
+    budgets: str,
+) -> None:
+    """The chosen cells, five seeds, each budget a run of its own; each held-out caption twice, with different noise.
+
+    The longest budget, and the two best at a constant rate, want the results of the one before.
+    """
+    common, rows, names = (*COMMON, "eval.num_prompts=1022", *extra), recorded(record), [e.name for e in entries(only)]
+    jobs = list[Job]()
+    for budget in map(int, budgets.split(",")):
+        best = chosen(rows, budget)
+        cells = [best[name] for name in names if name in best]
+        if budget == LONGEST:
+            leading = sorted(best.values(), key=lambda cell: -mean_at(rows, cell, JUDGED_AT))
+            constant = tuple(f"{cell} train.schedule=constant" for cell in leading[:2])
+            jobs.append(Job("final", JUDGED_AT, SEEDS, constant, common))
+            cells = [cell for cell in leading[:MOST_LONGEST] if cell in cells]
+        jobs.append(Job("final", budget, SEEDS, tuple(cells), common))
     run(jobs, record, out, workers, minutes)
+
+
+def mean_at(rows: Sequence[dict[str, Any]], cell: str, budget: float) -> float:
+    scores = scores_at(rows, cell, budget)
+    return statistics.mean(scores) if scores else 0.0
 
 
 @main.command()
 @click.option("--record", type=click.Path(path_type=Path), default=RECORD, show_default=True)
 def tables(record: Path) -> None:
     """The searches and the results, in Markdown."""
-    rows, best = recorded(record), chosen(recorded(record))
+    rows = recorded(record)
     for entry in FAMILY:
         click.echo(f"\n`{entry.name} {entry.shape}`\n")
-        for cell, score in searched(rows, entry).items():
+        at = sorted(set(SEARCHED_AT.values()))
+        found = [searched(rows, entry, budget) for budget in at]
+        for cell in entry.cells:
             shown = cell.removeprefix(f"{entry.name} {entry.shape}".strip()).strip()
-            click.echo(f"| `{shown}` | {score:.3f}{' **' if cell == best[entry.name] else ''} |")
-    budgets = (*sorted(BUDGETS), LONGEST)
+            scores = [
+                f"{one[cell]:.3f}{'*' * (one[cell] == max(one.values()))}" if cell in one else "" for one in found
+            ]
+            click.echo(f"| `{shown}` | {' | '.join(scores)} |")
+    budgets = sorted(SEARCHED_AT)
     click.echo(f"\n| preset | {' | '.join(f'{b / 1000:.0f} k' for b in budgets)} |\n|{'---|' * (len(budgets) + 1)}")
-    for name, cell in best.items():
-        for text, label in ((cell, f"`{name}`"), (f"{cell} train.schedule=constant", f"`{name}`, constant rate")):
-            found = [scores_at(rows, text, budget) for budget in budgets]
+    for name in chosen(rows, JUDGED_AT):
+        for more, label in (("", f"`{name}`"), (" train.schedule=constant", f"`{name}`, constant rate")):
+            cells = [chosen(rows, budget).get(name, "") + more for budget in budgets]
+            found = [scores_at(rows, cell, budget) for cell, budget in zip(cells, budgets, strict=True)]
             if any(found):
                 click.echo(f"| {label} | {' | '.join(map(plus_minus, found))} |")
 

@@ -67,7 +67,9 @@ class World:
 
     def advantage(self, rollout: Rollout) -> Tensor:
         scores = reward(rollout.leaves)
-        return advantages(tree, self.plan, scores, rollout.log_density, 100.0, backup="mean", temperature=1.0, spread=1)
+        return advantages(
+            tree, self.plan, scores, rollout.log_density, 100.0, backup="mean", temperature=1.0, spread=1.0
+        )
 
     def estimates(self, prompts: int, seed: int) -> Tensor:
         """Prompt × depth: the mean over a depth's edges of A·∇log p along the direction."""

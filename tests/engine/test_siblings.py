@@ -156,7 +156,18 @@ def test_each_depths_gradient_is_that_of_the_expected_reward_where_its_step_move
 
 def test_the_engines_gradient_is_that_estimate() -> None:
     """-∇ of the mean over one depth's edges, of log-densities that are means over two elements."""
-    made = Bench(["sample.num_steps=6", "tree.s=0", "kernel.eta=0.5", "tree.w=2", "tree.siblings=balanced", "loss.kl=0"])
+    made = Bench(
+        [
+            "sample.num_steps=6",
+            "tree.s=0",
+            "kernel.eta=0.5",
+            "tree.w=2",
+            "tree.siblings=balanced",
+            "loss.kl=0",
+            "train.updates=1",
+            "train.max_grad_norm=1e9",
+        ]
+    )
     world = World.of(2, 2, "balanced")
     made.model.module.load_state_dict(world.policy.module.state_dict())
     made.record = world.rollout(4, 0)
