@@ -254,7 +254,8 @@ class Subject:
             None,
         )
         _, plan = window_plans(config)[0]
-        latents = 0 if config.sample.offload else 4 * math.prod(self.policy.latent_shape) * plan.nodes
+        kept = plan.nodes + (len(plan.trained_parents) if self.policy.keeps_answers else 0)
+        latents = 0 if config.sample.offload else 4 * math.prod(self.policy.latent_shape) * kept
         peak = self.peak + max(0, share - PROMPTS_PER_PROCESS) * latents
         yield Finding(
             "memory",

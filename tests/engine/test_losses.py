@@ -38,6 +38,8 @@ LOSS_SETTINGS = {
         *("algo=flat", "kernel.name=ode", "sample.group_size=6"),
     ],
     "OldRollsOut": ["loss.name=own_losses:OldRollsOut"],
+    "dppo, KL": ["loss.name=dppo", "loss.kl=0.1"],
+    "guard": ["loss.name=guard", "loss.edge_weight=noise"],
     "nft": ["loss.name=nft", "loss.options.levels_per_leaf=2"],
     "nft, KL, flat": ["algo=nft", "sample.group_size=6", "loss.kl=0.1", "loss.options.adaptive=false"],
     "awm": ["loss.name=awm", "loss.options.levels_per_leaf=2", "loss.options.off_policy=true", "loss.kl=0.1"],
