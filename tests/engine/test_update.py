@@ -82,6 +82,8 @@ SETTINGS = {
     "mixture flat": [*MIXTURE, "algo=flat", "sample.group_size=4"],
     "mixture cps": [*MIXTURE, "kernel.name=cps"],
     "mixture dance": [*MIXTURE, "kernel.name=dance_sde", "kernel.eta=0.3"],
+    "mixture dppo": [*MIXTURE, "loss.name=dppo"],
+    "mixture guard": [*MIXTURE, "loss.name=guard"],
 }
 
 

@@ -53,6 +53,11 @@ class Rollout:
         return self.latents[:, self.plan.leaves]
 
 
+def kept_latents(policy: Policy, plan: Plan) -> int:
+    """The latents that a prompt's rollout holds until its update: those of the nodes, and answers of their size."""
+    return plan.nodes + (len(plan.trained_parents) if policy.keeps_answers else 0)
+
+
 def sample_trees(policy: Policy, epoch: Epoch, cond: Cond) -> Rollout:
     """The trees of an epoch, by the policy that the loss has roll out."""
     with policy.acting(policy.sampler):
