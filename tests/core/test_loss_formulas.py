@@ -124,6 +124,23 @@ def test_without_weights_nft_is_a_policy_gradient_and_a_trust_region() -> None:
     torch.testing.assert_close(torch.autograd.grad(total, asked["policy"])[0], expected)
 
 
+@pytest.mark.parametrize(
+    ("loss", "asks", "sampler", "regularizer"),
+    [
+        (Nft(), ("old",), "old", True),
+        (Nft(kl=0.1), ("old", "reference"), "old", True),
+        (Awm(), ("old",), "policy", True),
+        (Awm(kl=0.1, ema=0.0), ("reference",), "policy", True),
+        (Awm(ema=0.0), (), "policy", False),
+        (Awm(ema=0.0, off_policy=True), ("old",), "old", False),
+        (Dppo(), (), "policy", False),
+        (Guard(clip=0.1, kl=0.1), ("reference",), "policy", True),
+    ],
+)
+def test_who_is_asked_and_who_rolls_out(loss: Any, asks: tuple[str, ...], sampler: str, regularizer: bool) -> None:
+    assert (loss.asks, loss.sampler, loss.has_regularizer) == (asks, sampler, regularizer)
+
+
 def test_how_much_the_old_policy_keeps() -> None:
     assert [Nft().old_decay(steps) for steps in (0, 1, 100, 499, 500, 9999)] == [0, 0.001, 0.1, 0.499, 0.5, 0.5]
     ocr = Nft(decay_rate=0.0075, decay_most=0.999, decay_start=75)

@@ -339,6 +339,14 @@ def test_a_leaf_of_a_tree_is_trained_with_the_means_over_its_ancestors(monkeypat
     assert len(seen) == 4 * 4 * 10
 
 
+def test_a_step_is_worth_taking_where_only_an_ancestor_has_an_advantage() -> None:
+    for depth, steps in ((1, 1), (99, 0)):
+        made = bench("Regression", "loss.options.levels_per_leaf=10", "tree.w=2", "tree.s=0")
+        plan = made.record.plan
+        advantage = (plan.depth[plan.child] == depth).double().expand(4, -1)
+        assert made.update(advantage).steps == steps
+
+
 def test_every_level_is_drawn_as_often() -> None:
     plan, loss = plan_at(load_config("mixture", ["algo=flat", "sample.group_size=8"])), Regression(levels_per_leaf=2)
     counts = torch.bincount(loss.levels(plan, fold(0, 0), torch.arange(600)).flatten(), minlength=10)
