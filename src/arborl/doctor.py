@@ -40,7 +40,7 @@ from .engine.checks import Finding, format_bytes
 from .engine.cost import count_model_calls
 from .engine.method import check_plan, make_plan, window_of, window_plans
 from .engine.rates import rate_settings
-from .engine.rollout import Epoch, Rollout, sample_trees
+from .engine.rollout import Epoch, Rollout, kept_latents, sample_trees
 from .engine.score import score
 from .engine.update import update
 from .run.checkpoint import load_weights
@@ -255,7 +255,8 @@ class Subject:
             None,
         )
         _, plan = window_plans(config)[0]
-        latents = 0 if config.sample.offload else 4 * math.prod(self.policy.latent_shape) * plan.nodes
+        kept = 0 if config.sample.offload else kept_latents(self.policy, plan)
+        latents = 4 * math.prod(self.policy.latent_shape) * kept
         peak = self.peak + max(0, share - PROMPTS_PER_PROCESS) * latents
         yield Finding(
             "memory",

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.config import load_config
+from arborl.core.advantage import advantages, tree
 from arborl.core.errors import InputError
-from arborl.core.losses import LOSSES, EdgeLoss, LeafBatch, LeafLoss, noised
+from arborl.core.losses import LOSSES, Awm, Dppo, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Nft, noised
 from arborl.core.noise import fold
 from arborl.core.schedule import PREDICTIONS
 from arborl.engine.contracts import TAKEN, loss_of
 from arborl.engine.cost import costs, count_model_calls
 from arborl.engine.method import Method, check_plan, plan_at
-from arborl.engine.rollout import Epoch
+from arborl.engine.rollout import Epoch, kept_latents
 from arborl.engine.score import LeafScores
 from arborl.models.sd import ddim_schedule
 from arborl.rewards import Scores
@@ -38,6 +39,8 @@ LOSS_SETTINGS = {
         *("algo=flat", "kernel.name=ode", "sample.group_size=6"),
     ],
     "OldRollsOut": ["loss.name=own_losses:OldRollsOut"],
+    "dppo, KL": ["loss.name=dppo", "loss.kl=0.1"],
+    "guard": ["loss.name=guard", "loss.edge_weight=noise"],
     "nft": ["loss.name=nft", "loss.options.levels_per_leaf=2"],
     "nft, KL, flat": ["algo=nft", "sample.group_size=6", "loss.kl=0.1", "loss.options.adaptive=false"],
     "awm": ["loss.name=awm", "loss.options.levels_per_leaf=2", "loss.options.off_policy=true", "loss.kl=0.1"],
@@ -284,6 +287,66 @@ def test_what_is_asked_is_the_leaf_at_its_level(family: list[str], monkeypatch: 
     assert len(seen) == 3 * record.leaves.shape[:2].numel(), "each leaf at three levels"
 
 
+PLANS = {
+    "tree": ["algo=tree", "tree.w=2"],
+    "a short tail": ["algo=tree_flash", "tree.w=2", "tree.s=1"],
+    "comb": ["algo=tempflow"],
+    "comb, short tails": ["algo=tempflow", "sample.tail_steps=2"],
+    "mix": ["algo=mix", "sample.num_steps=10", "sample.group_size=3"],
+    "several trees": ["algo=branch", "sample.num_trees=2", "tree.split_points=[0,3]"],
+}
+
+
+@pytest.mark.parametrize("settings", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_a_leafs_levels_are_those_of_its_own_way(settings: list[str], share: float) -> None:
+    """Each is where an edge on the leaf's way starts, whatever the way's length and rows, none is drawn twice."""
+    plan = plan_at(load_config("mixture", settings), 1)
+    loss, key = Awm(levels_per_leaf=2, level_share=share), fold(0, 0)
+    calls, ids = loss.calls(plan), torch.arange(200)
+    ancestors, rows = loss.ancestors(plan, key, ids), loss.levels(plan, key, ids)
+    assert torch.equal(rows, plan.step[ancestors])
+    for call, (node, into) in enumerate(zip(calls.node.tolist(), calls.edge.tolist(), strict=True)):
+        way = list[int]()
+        while node >= plan.roots:
+            way.insert(0, node - plan.roots)
+            node = int(plan.parent[node - plan.roots])
+        assert way[-1] == into
+        expected = way[: max(1, int(share * len(way)))]
+        assert set(ancestors[:, call].tolist()) == set(expected), "all of them, for one prompt or another, and no other"
+    by_leaf = ancestors.view(200, -1, 2)
+    assert (by_leaf[..., 0] != by_leaf[..., 1]).all()
+
+
+def test_a_leaf_of_a_tree_is_trained_with_the_means_over_its_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At levels before a split all leaves below share a number, and a batch of them alone is worth a step."""
+    made = bench("nft", "loss.options.levels_per_leaf=10", "tree.w=2", "tree.s=0")
+    known: list[LeafBatch] = []
+    answer = Nft.__call__
+    monkeypatch.setattr(Nft, "__call__", lambda self, a, batch: (known.append(batch), answer(self, a, batch))[1])
+    plan, scores = made.record.plan, torch.randn(4, 4, generator=torch.manual_seed(0))
+    advantage = advantages(tree, plan, scores, made.record.log_density, 5.0, temperature=1.0, backup="mean")
+    made.update(advantage)
+    (batch,) = known
+    level = {float(sigma): row for row, sigma in enumerate(plan.schedule.sigma.float())}
+    seen = set()
+    for sigma, x0, value in zip(batch.sigma.tolist(), batch.x0, batch.advantage.tolist(), strict=True):
+        ((prompt, leaf),) = (made.record.leaves == x0).flatten(2).all(2).nonzero().tolist()
+        z = advantage[prompt, plan.leaves - plan.roots]
+        expected = z[leaf] if level[sigma] else z[leaf // 2 * 2 : leaf // 2 * 2 + 2].mean()
+        assert value == pytest.approx(float(expected), abs=1e-6)
+        seen.add((prompt, leaf, level[sigma]))
+    assert len(seen) == 4 * 4 * 10
+
+
+def test_a_step_is_worth_taking_where_only_an_ancestor_has_an_advantage() -> None:
+    for depth, steps in ((1, 1), (99, 0)):
+        made = bench("Regression", "loss.options.levels_per_leaf=10", "tree.w=2", "tree.s=0")
+        plan = made.record.plan
+        advantage = (plan.depth[plan.child] == depth).double().expand(4, -1)
+        assert made.update(advantage).steps == steps
+
+
 def test_every_level_is_drawn_as_often() -> None:
     plan, loss = plan_at(load_config("mixture", ["algo=flat", "sample.group_size=8"])), Regression(levels_per_leaf=2)
     counts = torch.bincount(loss.levels(plan, fold(0, 0), torch.arange(600)).flatten(), minlength=10)
@@ -297,6 +360,42 @@ def test_a_model_that_predicts_noise_learns_from_leaves_too() -> None:
     assert stats.steps > 0
     assert math.isfinite(stats.grad_norm)
     assert stats.grad_norm > 0
+
+
+# the rollout's answers
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("plan", ["tree", "comb, short tails"])
+def test_the_rollouts_answers_are_those_at_each_edges_parent(plan: str, offload: bool, monkeypatch: Any) -> None:
+    """Not those of a node beside it that is not trained, and not those of weights that have moved since."""
+    more = [*PLANS[plan], "train.batch_size=7", "train.updates=2", "train.learning_rate=0.01"]
+    made = bench("dppo, KL", *more, f"sample.offload={str(offload).lower()}")
+    record, shape = made.record, made.record.plan
+    assert record.answers is not None
+    assert kept_latents(made.policy, shape) == record.latents.shape[1] + record.answers.shape[1]
+    assert bench("surrogate", *more).record.answers is None
+    with torch.no_grad():
+        expected = torch.stack(
+            [
+                made.policy.predict(record.latents[:, node], shape.timestep[node].float().expand(4), record.cond)
+                for node in shape.trained_parents.tolist()
+            ],
+            1,
+        )
+    torch.testing.assert_close(record.answers, expected)
+    known: list[EdgeBatch] = []
+    answer = Dppo.__call__
+    monkeypatch.setattr(Dppo, "__call__", lambda self, a, batch: (known.append(batch), answer(self, a, batch))[1])
+    stats = made.update(made.advantage())
+    assert stats.ratio_error <= 1e-6
+    assert float(stats.sums["divergence"]) > 0, "the second step is not where the rollout was"
+    for batch in known:
+        torch.testing.assert_close(batch.drawn_from.log_density(batch.child), batch.log_density, rtol=1e-4, atol=1e-4)
+    sizes = torch.cat([batch.step_size for batch in known])
+    assert {round(x, 5) for x in sizes.tolist()} == {
+        round(float(x), 5) for x in (shape.schedule.sigma - shape.schedule.sigma_next)[shape.step[shape.stochastic]]
+    }
 
 
 # the old policy
@@ -375,6 +474,25 @@ def test_a_run_with_an_old_policy_goes_on_bit_for_bit(tmp_path: Path, how: str) 
     (row, *_) = timeless(whole)
     assert row.keys() >= {"error", "distance", "edges", "parents"}
     assert not row.keys() & {"ratio", "ratio_error", "clip_ratio", "kl"}
+
+
+def test_nft_with_adapters_on_sd3_goes_on_bit_for_bit(tmp_path: Path, sd3_overrides: list[str]) -> None:
+    settings = [
+        *sd3_overrides,
+        "algo=nft",
+        "sample.group_size=3",
+        "loss.options.levels_per_leaf=2",
+        *RUN,
+        "log.record_every=0",
+    ]
+    settings += ["train.learning_rate=0.01", "loss.options.decay_rate=0.2", f"log.dir={tmp_path}"]
+    whole = train(load_config("mixture", [*settings, "run_name=whole", "train.epochs=2"]))
+    run = train(load_config("mixture", [*settings, "run_name=parts", "train.epochs=1"]))
+    train(load_config("mixture", [*settings, "run_name=parts", "train.epochs=2"]), resume=run)
+    assert_same_run(whole, run, ended_at=1)
+    rows = [row for row in timeless(whole) if "grad_norm" in row]
+    assert rows[0]["distance"] == pytest.approx(0, abs=1e-6)
+    assert [row["grad_norm"] > 0 for row in rows] == [True, True]
 
 
 def test_an_old_policy_that_is_switched_on_later_begins_with_the_weights_it_finds(tmp_path: Path) -> None:
@@ -475,6 +593,17 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["loss.name=test_losses:Plain", "loss.options.beta=0"],
         r"loss\.name=test_losses:Plain: cannot be made of its settings \(ZeroDivisionError: division by zero\)",
     ),
+    "too small": (["loss.name=nft", "loss.options.beta=0.0"], r"loss\.options\.beta=0\.0: .*small; allowed: .*above 0"),
+    "too large": (
+        ["loss.name=awm", "loss.options.decay_most=1.5"],
+        r"loss\.options\.decay_most=1\.5: .*large; .*most 1",
+    ),
+    "of another": (["loss.name=nft", "loss.options.power=1.0"], r"loss\.options\.power=1\.0: nft takes no such .*beta"),
+    "levels of nft": (
+        ["algo=nft", "sample.num_steps=5"],
+        r"loss\.options\.levels_per_leaf=9: 5 noise levels can be drawn; allowed: 1\.\.5",
+    ),
+    "threshold": (["loss.name=dppo", "loss.options.threshold=-1.0"], r"loss\.options\.threshold=-1\.0: .*0 or more"),
     "asks": (["loss.name=test_losses:AsksNobody"], r"loss\.name=.*: its asks are \('ref',\); allowed: .*reference"),
     "asks a text": (["loss.name=test_losses:AsksText"], r"loss\.name=.*: its asks are 'old'; allowed: a tuple"),
     "sampler": (["loss.name=test_losses:Samples"], r"loss\.name=.*: its sampler is 'reference'; allowed: policy, old"),

@@ -38,6 +38,7 @@ LORA = ["model.train=lora", "model.lora.rank=4", "model.lora.alpha=8", "train.le
 ON_SCENES = ("base", "sd35_24gb", "flux_branch", "wan_branch")
 """Presets of models whose weights are not here, on the scenes' own."""
 PRESETS = (
+    "awm",
     "base",
     "branch",
     "branch_depth",
@@ -51,6 +52,7 @@ PRESETS = (
     "mix",
     "mix_flash",
     "mixture",
+    "nft",
     "scenes_long",
     "sd35_24gb",
     "tempflow",

@@ -34,3 +34,17 @@ def test_tree_learns_and_reaches_flats_final_reward_with_fewer_evaluations(tmp_p
     assert flat[-1][1] - flat[0][1] > 0.3
     reached = next(spent for spent, reward in tree if reward >= flat[-1][1])
     assert reached < 0.5 * flat[-1][0]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
+def test_nft_learns(tmp_path: Path, seed: int):
+    few = [
+        *QUIET,
+        f"log.dir={tmp_path}",
+        f"seed={seed}",
+        "model=mixture",
+        "rewards=place",
+        "loss.options.levels_per_leaf=4",
+    ]
+    (_, before), *_, (_, after) = curve(train(load_config("nft", [*few, "train.epochs=30", "eval.every=30"])))
+    assert after - before > 0.2

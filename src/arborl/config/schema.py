@@ -263,13 +263,13 @@ class PruneConfig(Settings):
 class LossConfig(Settings):
     name: str = knob(
         "surrogate",
-        "How a rollout trains the model: by its edges, PPO's clipped surrogate; or by its leaves, noised again, nft "
-        "(DiffusionNFT) or awm (Advantage Weighted Matching); package.module:Class is one of your own "
-        "(docs/extending.md).",
-        choices=("surrogate", "nft", "awm"),
+        "How a rollout trains the model: by its edges, PPO's clipped surrogate, dppo (Flow-DPPO) or guard "
+        "(GRPO-Guard); or by its leaves, noised again, nft (DiffusionNFT) or awm (Advantage Weighted Matching); "
+        "package.module:Class is one of your own (docs/extending.md).",
+        choices=("surrogate", "dppo", "guard", "nft", "awm"),
         own="Class",
     )
-    clip: float = knob(1e-4, "Half-width of the ratio's clip range.", above=0)
+    clip: float = knob(1e-4, "Half-width of the ratio's clip range (surrogate, guard).", above=0)
     kl: float = knob(
         0.0,
         "Weight of the KL to the frozen base model, or with nft and awm of the mean square of the answers' difference; "

@@ -155,7 +155,8 @@ def try_loss(config: Config, loss: EdgeLoss | LeafLoss, like: Tensor, prediction
     answer: object
     if isinstance(loss, EdgeLoss):
         kernel = Coefficients(one, -0.1 * one, 0.3 * one)
-        answer = loss(answers, EdgeBatch(x, torch.arange(3, device=like.device), x0, -one, advantage, one, kernel))
+        row, answered = torch.arange(3, device=like.device), old if loss.needs_old_answers else None
+        answer = loss(answers, EdgeBatch(x, row, x0, -one, advantage, one, kernel, 0.1 * one, answered))
     else:
         answer = loss(answers, LeafBatch(x, x0, noise, 0.5 * one, 0.5 * one, advantage, prediction))
     pair = cast(tuple[object, ...], answer)  # or anything else

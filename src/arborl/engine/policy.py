@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import Config
 from ..core.errors import InputError
-from ..core.losses import Loss, Who
+from ..core.losses import EdgeLoss, Loss, Who
 from ..core.schedule import Schedule
 from ..data.prompts import Prompts
 from ..distributed.accelerator import Accelerator, no_sync
@@ -35,6 +35,8 @@ class Policy:
         self.sampler: Who = loss.sampler if loss else "policy"
         self.compares_densities = loss is not None and loss.needs_densities and self.sampler == "policy"
         """Whether the update takes the rollout's density to be the policy's own, so that both must round alike."""
+        self.keeps_answers = isinstance(loss, EdgeLoss) and loss.needs_old_answers
+        """Whether the rollout keeps what the policy answered at trained parents, for the update."""
         self.compiled = self.split = False
         self.bitwise_batch_sizes: tuple[int, ...] = ()
         """Sizes of calls that the update's code rounds alike, in order (see `find_bitwise_batch_sizes`)."""

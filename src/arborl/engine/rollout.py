@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.kernels import Coefficients, transition
 from ..core.noise import Key, normal
 from ..core.tensors import like, unflatten
-from ..core.tree import Plan
+from ..core.tree import Level, Plan
 from ..data.prompts import LocalPrompts
 from ..models.base import Cond
 from .batches import batches_of_groups, to_device
@@ -47,16 +47,23 @@ class Rollout:
     latents: Float[Tensor, "prompts nodes *latent"]
     log_density: Float[Tensor, "prompts edges"]  # 0 on deterministic edges, which have none
     x0: Float[Tensor, "nodes *latent"] | None = None  # x̂0 at the first prompt's nodes, where asked for
+    answers: Float[Tensor, "prompts parents *latent"] | None = None  # at trained parents, where the loss needs them
 
     @property
     def leaves(self) -> Float[Tensor, "prompts leaves *latent"]:
         return self.latents[:, self.plan.leaves]
 
 
+def kept_latents(policy: Policy, plan: Plan) -> int:
+    """The latents that a prompt's rollout holds until its update: those of the nodes, and answers of their size."""
+    return plan.nodes + (len(plan.trained_parents) if policy.keeps_answers else 0)
+
+
 def sample_trees(policy: Policy, epoch: Epoch, cond: Cond) -> Rollout:
     """The trees of an epoch, by the policy that the loss has roll out."""
     with policy.acting(policy.sampler):
-        return grow_trees(policy, epoch.plan, cond, epoch.key, epoch.prompts, keep_x0=epoch.recorded)
+        given = policy, epoch.plan, cond, epoch.key, epoch.prompts
+        return grow_trees(*given, keep_x0=epoch.recorded, keep_answers=policy.keeps_answers)
 
 
 @torch.no_grad()
@@ -67,6 +74,7 @@ def grow_trees(
     key: Key,
     local: LocalPrompts,
     keep_x0: bool = False,
+    keep_answers: bool = False,
     start: Float[Tensor, "prompts roots *latent"] | None = None,
 ) -> Rollout:
     """Grow a plan's trees for every prompt. The prompts' ids are global, so the noise does not depend on the rank.
@@ -81,6 +89,8 @@ def grow_trees(
     latents = torch.empty(prompts, plan.nodes, *shape, device=storage)
     log_density = torch.zeros(prompts, plan.edges, device=device)
     x0 = torch.empty(plan.nodes, *shape, device=device) if keep_x0 else None
+    kept = (prompts, len(plan.trained_parents), *shape)
+    answers = torch.empty(kept, device=storage) if keep_answers else None
     latents[:, : plan.roots] = frontier
     # Tables go to the device once, beforehand, and indices through pinned memory: no level waits for them.
     table = Coefficients(*(to_device(c.float(), device) for c in plan.coefficients))
@@ -99,6 +109,8 @@ def grow_trees(
                 v = predict(policy, x, plan.timestep[level.parents].float(), cond, retraced)
                 if x0 is not None:
                     x0[parents] = predict_x0(x0_coefficients, parents, x[:1], v[:1])[0]
+                if answers is not None:
+                    _keep_answers(answers, plan, level, v)
                 gaussian = transition(
                     x[:, slot].flatten(0, 1),
                     v[:, slot].flatten(0, 1),
@@ -121,7 +133,16 @@ def grow_trees(
     if x0 is not None:
         leaves = to_device(plan.leaves, device)
         x0[leaves] = latents[0, leaves.to(storage)].to(device)
-    return Rollout(plan, key, local, cond, latents, log_density, x0)
+    return Rollout(plan, key, local, cond, latents, log_density, x0, answers)
+
+
+def _keep_answers(
+    answers: Float[Tensor, "prompts parents *latent"], plan: Plan, level: Level, v: Float[Tensor, "prompts n *latent"]
+) -> None:
+    """Of a level's parents those of the trained ones, in their places."""
+    slot = torch.isin(level.parents, plan.trained_parents).nonzero().squeeze(1)
+    place = torch.searchsorted(plan.trained_parents, level.parents[slot])
+    answers[:, to_device(place, answers.device)] = v[:, to_device(slot, v.device)].to(answers.device)
 
 
 def predict_x0(

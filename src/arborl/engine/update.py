@@ -243,7 +243,17 @@ class TrainingCalls:
             advantage=self.advantage_of(trained),
             noise_weight=of_edges(plan.noise_weight),
             coefficients=Coefficients(*map(of_edges, plan.coefficients)),
+            step_size=of_edges((plan.schedule.sigma - plan.schedule.sigma_next)[plan.step]),
+            old_answer=self._old_answers(trained),
         )
+
+    def _old_answers(self, trained: Trained) -> Float[Tensor, "c *latent"] | None:
+        """The rollout's own answers at the parents."""
+        if self.rollout.answers is None:
+            return None
+        prompt, call = trained.calls.unbind(1)
+        place = torch.searchsorted(self.rollout.plan.trained_parents, self.calls.node[call])
+        return _at(self.rollout.answers, prompt, place, self.device)
 
     def _leaves(
         self, loss: LeafLoss, trained: Trained, x0: Float[Tensor, "c *latent"], step: Int[Tensor, " c"]

@@ -103,6 +103,15 @@ class EdgeBatch:
     advantage: Float[Tensor, " edges"]
     noise_weight: Float[Tensor, " edges"]  # the noise that an edge adds, in units of the mean over stochastic edges
     coefficients: Coefficients  # of the edges' kernel
+    step_size: Float[Tensor, " edges"]  # by how much an edge lowers the noise level
+    old_answer: Float[Tensor, "calls *latent"] | None = None  # the rollout's, where the loss needs it
+
+    @property
+    def drawn_from(self) -> Gaussian:
+        """Every edge's transition under the policy that drew it."""
+        if self.old_answer is None:
+            raise RuntimeError("the rollout keeps its answers only for a loss with needs_old_answers")
+        return self.transition(self.old_answer)
 
     def transition(self, answer: Float[Tensor, "calls *latent"]) -> Gaussian:
         """Every edge's transition by a policy's answers."""
@@ -113,6 +122,10 @@ class EdgeLoss(Loss):
     """A loss of transitions: one model call at a parent serves all its kept edges."""
 
     needs_densities = True
+    needs_old_answers: ClassVar[bool] = False
+    """Whether it takes the transitions that children were drawn from: the rollout keeps its answers at trained parents,
+    one more latent for each.
+    """
 
     def edges(self, plan: Plan) -> Bool[Tensor, " edges"]:
         return plan.stochastic
