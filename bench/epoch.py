@@ -30,6 +30,7 @@ from arborl.engine.autotune import peak_memory, reset_peak_memory
 from arborl.engine.batches import BatchSizes
 from arborl.engine.cost import BACKWARD_COST
 from arborl.engine.method import Method, make_plan, window_positions
+from arborl.engine.rates import learning_rates
 from arborl.engine.rollout import Epoch, Rollout, predict, sample_trees
 from arborl.engine.score import score
 from arborl.engine.update import Stats, Trained, TrainingCalls, clip_gradients, update
@@ -151,7 +152,7 @@ class Bench:
             if edge_by_edge:
                 stats = self.each_edge(method, rollout, advantage, keep)
             else:
-                stats = update(policy, run.state, method.loss, rollout, advantage, keep)
+                stats = update(policy, run.state, method.loss, rollout, advantage, keep, learning_rates(config, middle))
         row = Row(self.name, way, plan.forwards * local.total, int(stats.sums["parents"]), scored.scores.total.numel())
         row.seconds = dict(logger.seconds)
         parents = row.parents if not edge_by_edge else len(plan.trained_parents) * local.total  # what is needed
@@ -283,6 +284,17 @@ def sd35(folder: Path, options: argparse.Namespace, peak: float) -> Iterator[Row
         row = fast.epoch("tree")
         row.share["frontier"] = fast.full_frontier()
         yield row
+    if "balanced" in options.ways:
+        for _ in range(2):  # one after the other, twice: what differs between two of a kind is the machine's
+            yield fast.epoch("tree, balanced and falling", tree__siblings="balanced", train__schedule="linear")
+            yield fast.epoch("tree, again")
+    if "nft" in options.ways:
+        few = [setting for setting in own if not setting.startswith("model.path=")]
+        wanted = ["algo=nft", f"model.path={folder / 'sd3'}", *few, "sample.group_size=16", "sample.num_prompts=1"]
+        nft = Bench(name, load_config("tree", settings(folder, "nft", *wanted)), peak)
+        nft.epoch("NFT, one prompt to warm up")
+        yield nft.epoch("NFT, 9 of 10 levels", sample__num_prompts=2 if tiny else 8)
+        nft.close()
     if "loop" in options.ways:
         more = ["model.family=pipeline", f"model.lora.targets=[{','.join(JOINT_ATTENTION)}]"]
         loop = Bench(name, load_config("tree", settings(folder, "loop", *own, *more)), peak)
@@ -412,7 +424,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}")
     parser.add_argument(
-        "--ways", nargs="*", default=["tree", "loop", "flat", "tail", "w6", "w8", "nodes"], help="of SD3.5-medium"
+        "--ways",
+        nargs="*",
+        default=["tree", "balanced", "nft", "loop", "flat", "tail", "w6", "w8", "nodes"],
+        help="of SD3.5-medium",
     )
     parser.add_argument("--train", default="lora", choices=("lora", "full"), help="what is trained of SD3.5-medium")
     parser.add_argument("--set", nargs="*", default=[], help="further settings of SD3.5-medium, as key=value")

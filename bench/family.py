@@ -101,6 +101,20 @@ FAMILY = (
 )
 
 
+NFT_GENTLY = (
+    "nft loss.kl=0 train.learning_rate=2e-4 train.updates=8 loss.options.beta=0.1 loss.options.levels_per_leaf=4",
+    "nft loss.kl=0 train.learning_rate=4e-4 train.updates=8 loss.options.beta=1 loss.options.levels_per_leaf=9",
+)
+"""DiffusionNFT's chosen cell falls at twice the budget that it was chosen at; these are gentler ones of its search."""
+AWM = "awm loss.kl=0 train.learning_rate=4e-4 train.updates=8 loss.options.ema=1 loss.options.levels_per_leaf=6"
+FURTHER: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = (
+    (400_000, SEEDS, ("tree_long",)),
+    (200_000, (0, 1, 2), NFT_GENTLY),
+    (400_000, (0, 1), (NFT_GENTLY[0], AWM)),
+)
+"""Runs that no search chose: a preset as it stands, and what becomes of forward-process losses in long runs."""
+
+
 @dataclass(frozen=True)
 class Job:
     """Some cells at one budget and on one set of captions."""
@@ -174,8 +188,8 @@ def chosen(rows: Sequence[dict[str, Any]], budget: int) -> dict[str, str]:
     return {name: max(scores, key=lambda cell: scores[cell]) for name, scores in found.items() if scores}
 
 
-def scores_at(rows: Sequence[dict[str, Any]], cell: str, budget: float) -> list[float]:
-    return [r["score"] for r in rows if (r["stage"], r["cell"], r["budget"]) == ("final", cell, budget)]
+def scores_at(rows: Sequence[dict[str, Any]], cell: str, budget: float, stage: str = "final") -> list[float]:
+    return [r["score"] for r in rows if (r["stage"], r["cell"], r["budget"]) == (stage, cell, budget)]
 
 
 @click.group()
@@ -241,6 +255,16 @@ def final(
     run(jobs, record, out, workers, minutes)
 
 
+@main.command()
+@with_options
+def further(out: Path, record: Path, workers: int | None, minutes: float, only: str, extra: tuple[str, ...]) -> None:
+    """Runs that no search chose, on held-out captions."""
+    common, names = (*COMMON, "eval.num_prompts=1022", *extra), {entry.name for entry in entries(only)}
+    wanted = [(budget, seeds, [c for c in cells if c.split()[0] in names]) for budget, seeds, cells in FURTHER]
+    jobs = [Job("further", budget, seeds, tuple(cells), common) for budget, seeds, cells in wanted]
+    run(jobs, record, out, workers, minutes)
+
+
 def mean_at(rows: Sequence[dict[str, Any]], cell: str, budget: float) -> float:
     scores = scores_at(rows, cell, budget)
     return statistics.mean(scores) if scores else 0.0
@@ -269,6 +293,10 @@ def tables(record: Path) -> None:
             found = [scores_at(rows, cell, budget) for cell, budget in zip(cells, budgets, strict=True)]
             if any(found):
                 click.echo(f"| {label} | {' | '.join(map(plus_minus, found))} |")
+
+    click.echo("\n| cell | budget | |\n|---|---|---|")
+    for cell, budget in dict.fromkeys((row["cell"], row["budget"]) for row in rows if row["stage"] == "further"):
+        click.echo(f"| `{cell}` | {budget / 1000:.0f} k | {plus_minus(scores_at(rows, cell, budget, 'further'))} |")
 
 
 def plus_minus(scores: Sequence[float]) -> str:
