@@ -299,6 +299,57 @@ def tables(record: Path) -> None:
         click.echo(f"| `{cell}` | {budget / 1000:.0f} k | {plus_minus(scores_at(rows, cell, budget, 'further'))} |")
 
 
+@main.command()
+@click.option("--record", type=click.Path(path_type=Path), default=RECORD, show_default=True)
+@click.option("--to", type=click.Path(path_type=Path), default="docs/results.png", show_default=True)
+def chart(record: Path, to: Path) -> None:
+    """The final scores by budget, as a picture."""
+    from matplotlib import pyplot
+
+    rows = recorded(record)
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    for number, name in enumerate(chosen(rows, JUDGED_AT)):
+        found = {budget: scores_at(rows, chosen(rows, budget)[name], budget) for budget in sorted(SEARCHED_AT)}
+        found = {budget: scores for budget, scores in found.items() if len(scores) > 1}
+        means = [statistics.mean(scores) for scores in found.values()]
+        errors = [statistics.stdev(scores) / len(scores) ** 0.5 for scores in found.values()]
+        ours = name in ("tree_fast", "tree_long")
+        style = {"marker": "osD^v<>ph*XPd"[number], "linewidth": 2.5 if ours else 1.2, "markersize": 7 if ours else 5}
+        axes.errorbar(
+            list(found),
+            means,
+            errors,
+            label=name,
+            color=pyplot.get_cmap("tab20").colors[2 * number % 20 + number // 10],
+            **style,
+        )
+    for cell, budget, label in (
+        (NFT_GENTLY[1], JUDGED_AT, "nft, gently"),
+        ("tree_long", LONGEST, "tree_long as it is"),
+    ):
+        scores = scores_at(rows, cell, budget, "further")
+        where = budget, statistics.mean(scores)
+        axes.plot(*where, "*", markersize=13, color="black")
+        axes.annotate(
+            label,
+            where,
+            (8, -14) if budget < LONGEST else (-8, -4),
+            textcoords="offset points",
+            ha="left" if budget < LONGEST else "right",
+        )
+    axes.set(
+        xscale="log",
+        xlabel="compute of a run: forwards + 3 × forward+backwards",
+        ylabel="held-out score",
+        ylim=(0.44, 0.89),
+    )
+    axes.set_xticks(sorted(SEARCHED_AT), [f"{budget / 1000:.0f} k" for budget in sorted(SEARCHED_AT)])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=2)
+    figure.savefig(to, dpi=110)
+
+
 def plus_minus(scores: Sequence[float]) -> str:
     if not scores:
         return ""

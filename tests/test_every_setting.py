@@ -332,6 +332,7 @@ CASES = {
     "sample.pad_batches": Case("true", on("sample.batch_size=5"), calls),
     "tree.plan": Case("comb"),
     "tree.k": Case("3"),
+    "tree.siblings": Case("balanced", on("tree.siblings=independent")),
     "tree.w": Case("3"),
     "tree.s": Case("2"),
     "tree.tou": Case("2"),

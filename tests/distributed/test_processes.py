@@ -73,7 +73,14 @@ def test_the_mixture_on_one_two_and_four_processes(tmp_path: Path):
     with less to do. Steps of several micro-batches, whose gradients are summed over the ranks once; and steps of
     denoising that are drawn for each prompt, wherever it is. Their rates fall alike.
     """
-    kl = [*MIXTURE, "loss.kl=0.1", "train.ema_decay=0.9", "train.batch_size=3", "prune.step_fraction=0.6"]
+    kl = [
+        *MIXTURE,
+        "loss.kl=0.1",
+        "train.ema_decay=0.9",
+        "train.batch_size=3",
+        "prune.step_fraction=0.6",
+        "tree.siblings=balanced",
+    ]
     kl += ["train.schedule=linear", "train.warmup=2"]
     one = trained(1, kl, tmp_path, "one")
     assert_close(one, trained(2, kl, tmp_path, "two"))

@@ -33,9 +33,10 @@ SMALL = [
     "log.trackers=[]",
     "log.record_every=0",
     "log.save_every=1000",
+    "train.schedule=constant",  # a run that goes on has the rates of a longer one
 ]
 LORA = ["model.train=lora", "model.lora.rank=4", "model.lora.alpha=8", "train.learning_rate=1e-3"]
-ON_SCENES = ("base", "sd35_24gb", "flux_branch", "wan_branch")
+ON_SCENES = ("base", "sd35_24gb", "sd35_nocfg", "flux_branch", "wan_branch")
 """Presets of models whose weights are not here, on the scenes' own."""
 PRESETS = (
     "awm",
@@ -48,6 +49,7 @@ PRESETS = (
     "ddpo",
     "flat",
     "flow_grpo",
+    "flow_grpo_fast",
     "flux_branch",
     "mix",
     "mix_flash",
@@ -55,9 +57,12 @@ PRESETS = (
     "nft",
     "scenes_long",
     "sd35_24gb",
+    "sd35_nocfg",
     "tempflow",
     "tree",
+    "tree_fast",
     "tree_flash",
+    "tree_long",
     "wan_branch",
 )
 MEASURED = ("time/", "tflops/", "step_time")

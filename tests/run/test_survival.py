@@ -44,6 +44,7 @@ MIXTURE = [
     "--config-name=mixture",
     "train.epochs=12",
     "train.ema_decay=0.9",
+    "tree.siblings=balanced",
     "sample.num_prompts=2",
     "eval.num_prompts=8",
     "eval.every=2",
@@ -125,10 +126,11 @@ def killed_again_and_again(
 
 
 def test_a_run_that_is_killed_three_times(tmp_path: Path):
-    whole = uninterrupted(MIXTURE, tmp_path)
+    falling = [*MIXTURE, "train.schedule=linear", "train.warmup=3"]
+    whole = uninterrupted(falling, tmp_path)
     chance = random.Random(0)
     moments = [("writing", 0), ("writing", 3), ("work", chance.uniform(0, 0.2))]
-    fell = killed_again_and_again(Fork, MIXTURE, moments, tmp_path)
+    fell = killed_again_and_again(Fork, falling, moments, tmp_path)
     assert fell["writing a checkpoint"] >= 2
     assert_same_run(whole, tmp_path / "cut")
 

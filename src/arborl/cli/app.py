@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 
 from .. import __version__
-from ..config import presets
+from ..config import DEFAULT, presets
 from . import completion
 
 out = Console(highlight=False)
@@ -32,7 +32,7 @@ config_option = click.option(
     "--config-name",
     "-c",
     metavar="NAME",
-    help=f"Preset ({', '.join(presets())}) or a yaml file of your own.  [default: tree]",
+    help=f"Preset ({', '.join(presets())}) or a yaml file of your own.  [default: {DEFAULT}]",
     shell_complete=completion.preset_names,
 )
 run_option = click.option(

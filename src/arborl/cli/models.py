@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..config import load_config
+from ..config import DEFAULT, load_config
 from .app import app, config_option, json_option, out, overrides_argument
 from .exits import leave
 
@@ -58,7 +58,7 @@ def models_check(path: str, overrides: tuple[str, ...], config_name: str | None,
     reward = [] if any(text.startswith("rewards") for text in overrides) else ["rewards=brightness"]
     given = {text.split("=", 1)[0] for text in overrides}
     light = [text for text in LIGHT if text.split("=", 1)[0] not in given]
-    config = load_config(config_name or "tree", [f"model.path={path}", *reward, *light, *overrides])
+    config = load_config(config_name or DEFAULT, [f"model.path={path}", *reward, *light, *overrides])
     wrong = False
     with Console(stderr=True).status("loading the model"):
         found = check_model(config)

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..config import load_config
+from ..config import DEFAULT, load_config
 from . import completion
 from .app import app, config_option, json_option, out, overrides_argument
 
@@ -31,7 +31,7 @@ def rewards_group(context: click.Context, overrides: tuple[str, ...], as_json: b
     from ..rewards.catalog import BUILT_IN
     from ..rewards.inspect import availability
 
-    found = availability(load_config("tree", ["rewards=none", *overrides]))
+    found = availability(load_config(DEFAULT, ["rewards=none", *overrides]))
     if as_json:
         facts = {name: BUILT_IN[name] for name, _ in found}
         listed = [
@@ -79,7 +79,7 @@ def rewards_check(
     """
     from ..rewards.inspect import try_out
 
-    config = load_config(config_name or "tree", overrides)
+    config = load_config(config_name or DEFAULT, overrides)
     with Console(stderr=True).status("scoring"):
         found = try_out(reward, config, picture, prompt, device)
     scores = {name: number_or_null(score) for name, score in found.scores.items()}
@@ -124,7 +124,7 @@ def serve(
     from ..rewards.inspect import named, usable, warm_up
     from ..rewards.serve import serve as run_server
 
-    config = load_config(config_name or "tree", overrides)
+    config = load_config(config_name or DEFAULT, overrides)
     name, function = named(reward, config)
     place = usable(device)
     if reward in BUILT_IN:  # loaded now: what cannot work should not be served, and the first run should not wait

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..config import load_config
+from ..config import DEFAULT, load_config
 from ..run.paths import SUMMARY
 from . import completion
 from .app import app, config_option, json_option, out, overrides_argument, run_option
@@ -65,7 +65,7 @@ def plan(overrides: tuple[str, ...], config_name: str | None, as_json: bool) -> 
     from ..engine.method import warnings_about
     from .plan_table import print_plan
 
-    config = load_config(config_name or "tree", overrides)
+    config = load_config(config_name or DEFAULT, overrides)
     found = forecast(config)
     if as_json:
         click.echo(json.dumps(found))

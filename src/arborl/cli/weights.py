@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..config import load_config
+from ..config import DEFAULT, load_config
 from ..core.errors import InputError
 from . import completion
 from .app import app, config_option, json_option, out, overrides_argument, run_option
@@ -132,7 +132,7 @@ def embed_command(prompts: Path, overrides: tuple[str, ...], config_name: str | 
     from ..run.inputs import prompts_for
     from ..run.setup import start_accelerator
 
-    config = load_config(config_name or "tree", overrides)
+    config = load_config(config_name or DEFAULT, overrides)
     family = model_class(config)
     listed = prompts_for(config, family, str(prompts), "PROMPTS")
     family.check(config, may_fetch=True)

@@ -42,6 +42,8 @@ ADDED = {
 }
 """Settings that are newer than some runs, with the values by which these ran, and what they say nothing without."""
 FOLDER = Path(__file__).parent
+DEFAULT = "tree_fast"
+"""The preset of a command that names none."""
 ConfigStore.instance().store(name="schema", node=Config)
 MOST_BYTES, MOST_VALUES = 2**17, 10_000
 """Of a user's yaml file, its aliases written out; what is longer is no configuration, and could fill the memory."""
@@ -74,7 +76,7 @@ def knobs(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclass
             yield prefix + item.name, item
 
 
-def load_config(name: str = "tree", overrides: Sequence[str] = ()) -> Config:
+def load_config(name: str = DEFAULT, overrides: Sequence[str] = ()) -> Config:
     """Compose a preset (or a yaml file of the user's own) with overrides; an `InputError` says what does not fit."""
     overrides = [_bracketed(text) for text in overrides]
     keys = [_check_override(text).key_or_group for text in overrides]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..config import load_config, read_before, read_config, with_settings
+from ..config import DEFAULT, load_config, read_before, read_config, with_settings
 from ..config.schema import Config
 from ..core.errors import InputError
 from ..data.prompts import Prompts
@@ -42,12 +42,12 @@ class StartPoint(NamedTuple):
 def resolve_start(resume: Path | None, name: str | None, overrides: Sequence[str]) -> StartPoint:
     """A new run; one that goes on; or with `auto` whichever it is, so that one command starts and restarts a job."""
     if resume is None:
-        return StartPoint(load_config(name or "tree", overrides), None)
+        return StartPoint(load_config(name or DEFAULT, overrides), None)
     if str(resume) != "auto":
         config = config_of(resume, name, overrides)
         check_same(read_config(resume / CONFIG), config)
         return StartPoint(config, resume)
-    config = load_config(name or "tree", overrides)
+    config = load_config(name or DEFAULT, overrides)
     if config.run_name == "auto":
         raise InputError("run_name", "auto", "--resume auto must know which run it is about", "a name")
     folder = Path(config.log.dir) / config.run_name
@@ -87,7 +87,7 @@ def check_same(before: Config, after: Config) -> None:
 def config_of(run: Path | None, name: str | None, overrides: Sequence[str]) -> Config:
     """The configuration of a run, or of a preset, with overrides."""
     if run is None:
-        return load_config(name or "tree", overrides)
+        return load_config(name or DEFAULT, overrides)
     run, _ = _run_and_checkpoint(run)
     check_is_run(run)
     if name is not None:

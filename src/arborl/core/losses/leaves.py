@@ -19,7 +19,7 @@ POWER_FLOOR = 1e-10
 
 @dataclass(frozen=True)
 class Nft(LeafLoss):
-    """DiffusionNFT (arXiv 2509.16117, Theorem 3.2, eq. 5): r·|v⁺ - u|² + (1 - r)·|v⁻ - u|² with the implicit positive
+    """DiffusionNFT (arXiv 2509.16117, Theorem 3.2): r·|v⁺ - u|² + (1 - r)·|v⁻ - u|² with the implicit positive
     and negative policies v± = v_old ± β·(v - v_old), where r = clamp(½ + A/(2·spread), 0, 1).
 
     As its published code has it: the errors are those of x̂0, each divided by its own mean absolute value
