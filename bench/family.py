@@ -40,6 +40,7 @@ SEARCH_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 """The seed of the search is not one of those that count."""
 SEARCHED_AT = {25_000: 33_000, 33_000: 33_000, 50_000: 33_000, 100_000: 100_000, 200_000: 100_000, 400_000: 100_000}
 """The budget of a run, and that of the search which its settings are from."""
+BUDGETS_IN_ORDER = sorted(SEARCHED_AT)
 JUDGED_AT, LONGEST, MOST_LONGEST = 200_000, 400_000, 6
 """The longest budget is for those that are best at the one before."""
 RATES, UPDATES = ("1e-4", "2e-4", "4e-4"), ("2", "8")
@@ -309,7 +310,7 @@ def chart(record: Path, to: Path) -> None:
     rows = recorded(record)
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     for number, name in enumerate(chosen(rows, JUDGED_AT)):
-        found = {budget: scores_at(rows, chosen(rows, budget)[name], budget) for budget in sorted(SEARCHED_AT)}
+        found = {budget: scores_at(rows, chosen(rows, budget)[name], budget) for budget in BUDGETS_IN_ORDER}
         found = {budget: scores for budget, scores in found.items() if len(scores) > 1}
         means = [statistics.mean(scores) for scores in found.values()]
         errors = [statistics.stdev(scores) / len(scores) ** 0.5 for scores in found.values()]
@@ -343,7 +344,7 @@ def chart(record: Path, to: Path) -> None:
         ylabel="held-out score",
         ylim=(0.44, 0.89),
     )
-    axes.set_xticks(sorted(SEARCHED_AT), [f"{budget / 1000:.0f} k" for budget in sorted(SEARCHED_AT)])
+    axes.set_xticks(BUDGETS_IN_ORDER, [f"{budget / 1000:.0f} k" for budget in BUDGETS_IN_ORDER])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(ncols=2)
