@@ -42,6 +42,7 @@ def test_a_healthy_model_has_nothing_wrong(sd3_overrides, tmp_path: Path):
     found = findings([*sd3_overrides, f"log.dir={tmp_path}", "train.learning_rate=1e-2"], seconds=3)
     assert not wrong(found), found
     assert {*found} >= {
+        "learning rates",
         "free disk",
         "first-update ratio",
         "noise in the log-density",

@@ -39,7 +39,8 @@ from .engine.autotune import (
 from .engine.checks import Finding, format_bytes
 from .engine.cost import count_model_calls
 from .engine.method import check_plan, make_plan, window_of, window_plans
-from .engine.rates import rate_settings
+from .engine.rate_advice import describe_advice, describe_sum
+from .engine.rates import describe_rates, rate_settings
 from .engine.rollout import Epoch, Rollout, kept_latents, sample_trees
 from .engine.score import score
 from .engine.update import update
@@ -120,6 +121,7 @@ class Subject:
     def findings(self) -> Iterator[Finding]:
         for line in self.messages:
             yield Finding("set-up", line, None)
+        yield rates_of_the_run(self.config)
         yield checks.free_disk(self.config, self.state.parameters, self.state.old is not None)
         rollout = self.rollout(0)
         if self.policy.compares_densities:
@@ -265,6 +267,12 @@ class Subject:
             "smaller micro-batches (auto finds them), train.gradient_checkpointing=selective or true, "
             "sample.offload=true, or LoRA",
         )
+
+
+def rates_of_the_run(config: Config) -> Finding:
+    """What the settings come to; nothing is measured, so nothing is wrong."""
+    said = "; ".join(filter(None, (describe_rates(config), describe_sum(config))))
+    return Finding("learning rates", said, None, describe_advice(config))
 
 
 def _at(tried: list[Trial], size: int) -> Trial:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.config.schema import TrainConfig
-from arborl.core.rates import SCHEDULES, learning_rate
+from arborl.core.rates import SCHEDULES, SHARES_IN_ALL, learning_rate, sum_of_rates
 
 RATES, NAMES = st.floats(1e-12, 1e3), st.sampled_from(sorted(SCHEDULES))
 FALLING = NAMES.filter(lambda name: name != "constant")
@@ -82,3 +82,25 @@ def test_of_steps_and_clock_the_further_counts(schedule: str, index: int, clocks
     rates = [learning_rate(1.0, schedule, 0, index, 100, clock) for clock in (0.0, early, late)]
     assert rates == sorted(rates, reverse=True)
     assert rates == [SCHEDULES[schedule](max(index / 100, clock)) for clock in (0.0, early, late)]
+
+
+def test_every_schedule_has_its_sum():
+    assert {*SHARES_IN_ALL} == {*SCHEDULES}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "shares"),
+    [("constant", 0, 4), ("linear", 0, 5 / 2), ("cosine", 0, 5 / 2), ("constant", 2, 3), ("linear", 1, 2)],
+)
+def test_the_sum_of_four_steps_by_hand(schedule: str, warmup: int, shares: float):
+    assert sum_of_rates(2e-3, schedule, warmup, 4) == pytest.approx(2e-3 * shares, rel=1e-12)
+
+
+@given(base=RATES, schedule=NAMES, warmup=st.integers(0, 300), steps=STEPS)
+def test_the_sum_is_that_of_the_steps_one_by_one(base: float, schedule: str, warmup: int, steps: int):
+    one_by_one = math.fsum(course(base, schedule, warmup, steps))
+    assert sum_of_rates(base, schedule, warmup, steps) == pytest.approx(one_by_one, rel=1e-9)
+
+
+def test_a_run_without_a_step_has_no_rates_to_add():
+    assert {sum_of_rates(1.0, name, 3, 0) for name in SCHEDULES} == {0.0}

@@ -14,6 +14,7 @@ from ..engine.checks import Finding
 from ..engine.contracts import loss_of
 from ..engine.cost import BACKWARD_COST
 from ..engine.method import plans_of_a_run, pruning
+from ..engine.rate_advice import describe_advice, describe_sum
 from ..engine.rates import describe_rates
 from ..run.drawings import profile, sketch
 
@@ -46,8 +47,8 @@ def print_plan(config: Config, found: dict[str, Any], out: Console) -> None:
         f"Flat GRPO as published, with as many images, costs {found['ratio']:.2f} times as much, averaged over the "
         "window's places."
     )
-    rates = describe_rates(config)
-    out.print(f"{rates[0].upper()}{rates[1:]}.")
+    for text in filter(None, (describe_rates(config), describe_sum(config), describe_advice(config))):
+        out.print(f"{text[0].upper()}{text[1:]}.", markup=False)
     pruned = pruning(config, first, 0)
     if pruned != Pruning():
         among = loss.edges(first)

@@ -20,3 +20,21 @@ def learning_rate(base: float, schedule: str, warmup: int, index: int, steps: in
     """
     progress = max(index / steps, clock)
     return base * min(1.0, (index + 1) / (warmup + 1)) * SCHEDULES[schedule](progress)
+
+
+SHARES_IN_ALL: dict[str, Callable[[int], float]] = {
+    "constant": lambda steps: steps,
+    # Σ (1 − i/N) and Σ (1 + cos πi/N) / 2 over i = 0 … N − 1 are both (N + 1) / 2.
+    "linear": lambda steps: (steps + 1) / 2,
+    "cosine": lambda steps: (steps + 1) / 2,
+}
+"""What the shares of a run of so many steps add up to."""
+
+
+def sum_of_rates(base: float, schedule: str, warmup: int, steps: int) -> float:
+    """What `learning_rate` gives for the steps of a run, added up. Only those of the warm-up are gone through."""
+    if not steps:
+        return 0.0
+    share = SCHEDULES[schedule]
+    missing = sum((1 - (i + 1) / (warmup + 1)) * share(i / steps) for i in range(min(warmup, steps)))
+    return base * (SHARES_IN_ALL[schedule](steps) - missing)

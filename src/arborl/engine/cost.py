@@ -17,7 +17,8 @@ from ..core.tree import EULER, Plan
 from ..data.prompts import split_prompts
 from .contracts import loss_of
 from .method import naming_settings, noise_of, pruning, schedule_of, shape_of, usual_kernel, window_of, window_plans
-from .rates import course
+from .rate_advice import advise
+from .rates import course, rate_sum
 
 BACKWARD_COST = 3
 """A forward + backward in units of a forward."""
@@ -110,5 +111,7 @@ def forecast(config: Config) -> dict[str, Any]:
         ],
         "flat": whole._asdict(),
         "learning_rate": rates and rates._asdict(),
+        "rate_sum": rate_sum(config),
+        "advice": [one._asdict() for one in advise(config)],
         "ratio": round(whole.cost / (sum(counts.cost for counts in found) / len(found)), 3),
     }

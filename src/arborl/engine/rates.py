@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..config.schema import Config
-from ..core.rates import learning_rate
+from ..core.rates import learning_rate, sum_of_rates
 
 
 def learning_rates(config: Config, epoch: int, clock: float = 0.0) -> tuple[float, ...]:
@@ -38,6 +38,17 @@ def course(config: Config) -> Course | None:
     if train.max_seconds:
         return Course(first, None if rate_settings(config) else first, None)
     return Course(first, _rate(config, steps - 1), steps)
+
+
+def rate_sum(config: Config) -> float | None:
+    """The learning rates of all optimizer steps, added up; None where the clock ends the run, so that nobody can know.
+
+    AdamW moves a weight by about the rate a step, so this is how far a run may go.
+    """
+    train = config.train
+    if train.max_seconds and train.epochs:
+        return None
+    return sum_of_rates(train.learning_rate, train.schedule, train.warmup, train.epochs * train.updates)
 
 
 def rate_settings(config: Config) -> list[str]:
