@@ -108,12 +108,18 @@ NFT_GENTLY = (
 )
 """DiffusionNFT's chosen cell falls at twice the budget that it was chosen at; these are gentler ones of its search."""
 AWM = "awm loss.kl=0 train.learning_rate=4e-4 train.updates=8 loss.options.ema=1 loss.options.levels_per_leaf=6"
+APART = (
+    "tree_fast train.learning_rate=2e-4 train.updates=8 kernel.eta=0.7 sample.tail_steps=4 tree.siblings=independent"
+)
 FURTHER: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = (
     (400_000, SEEDS, ("tree_long",)),
     (200_000, (0, 1, 2), NFT_GENTLY),
     (400_000, (0, 1), (NFT_GENTLY[0], AWM)),
+    (50_000, SEEDS, (APART,)),
+    (400_000, (0,), (NFT_GENTLY[1],)),
 )
-"""Runs that no search chose: a preset as it stands, and what becomes of forward-process losses in long runs."""
+"""Runs that no search chose: a preset as it stands, what becomes of forward-process losses in long runs, and
+`tree_fast` without what it is built on."""
 
 
 @dataclass(frozen=True)
@@ -242,27 +248,35 @@ def final(
 
     The longest budget, and the two best at a constant rate, want the results of the one before.
     """
-    common, rows, names = (*COMMON, "eval.num_prompts=1022", *extra), recorded(record), [e.name for e in entries(only)]
-    jobs = list[Job]()
+    names, start = {entry.name for entry in entries(only)}, time.monotonic()
     for budget in map(int, budgets.split(",")):
+        rows = recorded(record)
         best = chosen(rows, budget)
-        cells = [best[name] for name in names if name in best]
+        cells, jobs = [cell for name, cell in best.items() if name in names], list[Job]()
         if budget == LONGEST:
             leading = sorted(best.values(), key=lambda cell: -mean_at(rows, cell, JUDGED_AT))
             constant = tuple(f"{cell} train.schedule=constant" for cell in leading[:2])
-            jobs.append(Job("final", JUDGED_AT, SEEDS, constant, common))
+            jobs.append(Job("final", JUDGED_AT, SEEDS, constant, held_out(extra)))
             cells = [cell for cell in leading[:MOST_LONGEST] if cell in cells]
-        jobs.append(Job("final", budget, SEEDS, tuple(cells), common))
-    run(jobs, record, out, workers, minutes)
+        jobs.append(Job("final", budget, SEEDS, tuple(cells), held_out(extra)))
+        left = minutes - (time.monotonic() - start) / 60
+        if minutes and left <= 0:
+            break
+        run(jobs, record, out, workers, left if minutes else 0.0)
+
+
+def held_out(extra: tuple[str, ...]) -> tuple[str, ...]:
+    """What runs that count have in common: they are judged by each held-out caption twice, with different noise."""
+    return (*COMMON, "eval.num_prompts=1022", *extra)
 
 
 @main.command()
 @with_options
 def further(out: Path, record: Path, workers: int | None, minutes: float, only: str, extra: tuple[str, ...]) -> None:
     """Runs that no search chose, on held-out captions."""
-    common, names = (*COMMON, "eval.num_prompts=1022", *extra), {entry.name for entry in entries(only)}
+    names = {entry.name for entry in entries(only)}
     wanted = [(budget, seeds, [c for c in cells if c.split()[0] in names]) for budget, seeds, cells in FURTHER]
-    jobs = [Job("further", budget, seeds, tuple(cells), common) for budget, seeds, cells in wanted]
+    jobs = [Job("further", budget, seeds, tuple(cells), held_out(extra)) for budget, seeds, cells in wanted]
     run(jobs, record, out, workers, minutes)
 
 
@@ -305,7 +319,7 @@ def tables(record: Path) -> None:
 @click.option("--to", type=click.Path(path_type=Path), default="docs/results.png", show_default=True)
 def chart(record: Path, to: Path) -> None:
     """The final scores by budget, as a picture."""
-    from matplotlib import pyplot
+    import matplotlib.pyplot as pyplot
 
     rows = recorded(record)
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
@@ -324,20 +338,12 @@ def chart(record: Path, to: Path) -> None:
             color=pyplot.get_cmap("tab20").colors[2 * number % 20 + number // 10],
             **style,
         )
-    for cell, budget, label in (
-        (NFT_GENTLY[1], JUDGED_AT, "nft, gently"),
-        ("tree_long", LONGEST, "tree_long as it is"),
-    ):
-        scores = scores_at(rows, cell, budget, "further")
-        where = budget, statistics.mean(scores)
+    beside = ((NFT_GENTLY[1], JUDGED_AT, "nft, gently", (8, -14), "left"),)
+    beside += (("tree_long", LONGEST, "tree_long as it is", (-8, -4), "right"),)
+    for cell, budget, label, offset, side in beside:
+        where = budget, statistics.mean(scores_at(rows, cell, budget, "further"))
         axes.plot(*where, "*", markersize=13, color="black")
-        axes.annotate(
-            label,
-            where,
-            (8, -14) if budget < LONGEST else (-8, -4),
-            textcoords="offset points",
-            ha="left" if budget < LONGEST else "right",
-        )
+        axes.annotate(label, where, offset, textcoords="offset points", ha=side)
     axes.set(
         xscale="log",
         xlabel="compute of a run: forwards + 3 × forward+backwards",

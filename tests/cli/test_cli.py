@@ -447,7 +447,7 @@ def test_help_and_plan_read_well(capsys):
         with pytest.raises(SystemExit):
             main([*command, "--help"])
         assert "Usage: arborl" in capsys.readouterr().out
-    run_ok("plan", "tree.w=3", "sample.num_prompts=2")
+    run_ok("plan", "-c", "tree", "tree.w=3", "sample.num_prompts=2")
     text = capsys.readouterr().out
     assert "●<<<------- 8" in text
     assert "┌══┬══" in text

@@ -1,5 +1,6 @@
 """Every preset trains: on a tiny SD3 pipeline, a flow, and on a tiny diffusion model."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -21,7 +22,9 @@ from conftest import CPU, TINY
 
 PRESETS = (
     "tree",
+    "tree_fast",
     "tree_flash",
+    "tree_long",
     "branch",
     "branch_width",
     "branch_depth",
@@ -30,6 +33,7 @@ PRESETS = (
     "mix_flash",
     "dance",
     "flow_grpo",
+    "flow_grpo_fast",
     "ddpo",
     "tempflow",
     "flat",
@@ -97,7 +101,29 @@ def test_every_preset_trains(tmp_path: Path, tiny_folder, model: str, preset: st
 def test_every_preset_of_the_family_is_a_preset_and_an_algo():
     assert set(PRESETS) == set(options("algo"))
     for name in PRESETS:
-        assert load_config("tree", [f"algo={name}"]).tree == load_config(name).tree
+        model = f"scenes_{name}" if f"scenes_{name}" in options("model") else "scenes"
+        assert load_config("tree", [f"algo={name}", f"model={model}"]).tree == load_config(name).tree
+
+
+@pytest.mark.parametrize("name", ["nft", "awm", "flow_grpo_fast"])
+def test_what_is_published_without_guidance_has_none(name: str):
+    """Also on a model that has some."""
+    assert load_config("base").sample.guidance_scale == 4.5
+    assert load_config("base", [f"algo={name}"]).sample.guidance_scale == 1
+    assert load_config("sd35_nocfg").sample.guidance_scale == 1
+
+
+def test_what_was_found_on_the_scenes_stays_there():
+    """A model of one's own keeps its own prompts, steps and rates, and its scores their usual measure."""
+    scenes, other = load_config(), load_config(overrides=["model=sd35_medium", "rewards=hps"])
+    assert (other.tree.siblings, other.train.schedule, other.sample.tail_steps) == ("balanced", "linear", 3)
+    usual = load_config("tree", ["model=sd35_medium", "rewards=hps"])
+    assert other.train.schedule != usual.train.schedule
+    for section in ("model", "loss", "advantage", "prompts", "eval"):
+        assert getattr(other, section) == getattr(usual, section), section
+    assert dataclasses.replace(other.train, schedule="constant") == usual.train
+    assert (other.sample.num_prompts, other.tree.w) == (usual.sample.num_prompts, usual.tree.w)
+    assert (scenes.sample.num_prompts, scenes.train.updates, scenes.advantage.std) == (16, 8, "none")
 
 
 def test_the_two_ways_to_prune_by_depth(tmp_path: Path):
@@ -115,5 +141,5 @@ def test_every_preset_draws_a_curve_that_costs_a_few_percent(name: str):
     pictures = min(config.eval.num_between or config.eval.num_prompts, config.eval.num_prompts)
     evaluation = pictures * (config.eval.num_steps or config.sample.num_steps) / config.eval.every
     epoch = sum(itertools.islice(costs(config), 40)) / 40
-    assert evaluation <= 0.05 * epoch * {"base": 8}.get(name, 1)
+    assert evaluation <= 0.05 * epoch * {"base": 8, "sd35_nocfg": 8}.get(name, 1)
     assert config.train.epochs / config.eval.every >= 5

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.engine.batches import batches, to_device
+from arborl.core.tensors import to_device
+from arborl.engine.batches import batches
 
 from conftest import CPU
 

@@ -15,11 +15,11 @@ from arborl.engine.method import make_plan
 
 @pytest.fixture
 def plan_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
-    """What `arborl plan --json` prints."""
+    """What `arborl plan --json` prints, of TreeGRPO where no preset is named."""
 
     def printed(*arguments: str) -> dict:
         with pytest.raises(SystemExit) as stopped:
-            main(["plan", *arguments, "--json"])
+            main(["plan", *([] if "-c" in arguments else ["-c", "tree"]), *arguments, "--json"])
         assert stopped.value.code == 0
         return json.loads(capsys.readouterr().out)
 

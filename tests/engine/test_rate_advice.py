@@ -78,7 +78,7 @@ def test_where_the_clock_ends_a_run_nobody_knows_its_sum():
         # The smallest of the rates bore more than the others, as far as it was tried.
         (1e-4, 178, 8, "linear", {}),
         (2e-4, 178, 8, "linear", {"train.learning_rate": 1e-4}),
-        (1e-4, 300, 8, "linear", {"train.learning_rate": 2.5e-5}),
+        (1e-4, 300, 8, "linear", {"train.learning_rate": 5e-5}),
         # Where neither updates nor rate are enough.
         (1e-4, 1, 1, "linear", {"train.updates": 8, "train.learning_rate": 4e-4, "train.epochs": 3}),
         (1e-3, 2, 9, "linear", {"train.epochs": 3}),

@@ -116,15 +116,26 @@ def test_micro_batches_and_other_prompts_change_no_draw() -> None:
 
 
 def test_presets_of_papers_draw_as_published_and_the_others_balance() -> None:
-    papers = ("tree", "branch", "branch_mix", "mix", "dance", "flow_grpo", "flow_grpo_fast", "ddpo", "tempflow", "base")
-    for name in (*papers, "tree_flash", "mix_flash", "flux_branch", "wan_branch"):
+    papers = (
+        "tree",
+        "branch",
+        "branch_mix",
+        "mix",
+        "dance",
+        "flow_grpo",
+        "flow_grpo_fast",
+        "ddpo",
+        "nft",
+        "awm",
+        "base",
+    )
+    for name in (*papers, "tempflow", "tree_flash", "mix_flash", "flux_branch", "wan_branch"):
         assert load_config(name).tree.siblings == "independent", name
     for name in ("tree_fast", "tree_long", "flat", "sd35_nocfg"):
         assert load_config(name).tree.siblings == "balanced", name
 
 
 def test_a_recorded_tree_says_how_its_siblings_were_drawn(tmp_path: Path) -> None:
-    """And its latents show it: what two siblings have in common is the mean that both were drawn from."""
     for how in ("balanced", "independent"):
         few = ["train.epochs=1", "log.record_every=1", "eval.num_prompts=2", "log.trackers=[]", f"log.dir={tmp_path}"]
         folder = train(load_config("mixture", [*few, f"run_name={how}", f"tree.siblings={how}", "tree.s=0"]))

@@ -110,6 +110,17 @@ def test_it_goes_on_by_the_command_it_was_started_with(run: Path, tmp_path: Path
         resolve_start(Path("auto"), "tree", [*given, "prompts.held_out=0.1"])
 
 
+def test_it_keeps_its_preset_where_the_command_names_none(run: Path):
+    """The default is another one now; a job that is started again by the same command goes on as it was."""
+    given = [*SETTINGS, f"run_name={run.name}", f"log.dir={run.parent}"]
+    found = resolve_start(Path("auto"), None, given)
+    assert found.resume
+    was = read_config(run / "config.yaml")
+    assert (found.config.tree, found.config.advantage) == (was.tree, was.advantage)
+    assert found.config.train.schedule == "constant"
+    assert resolve_start(Path("auto"), None, [*given[:-2], "run_name=new"]).config.tree.siblings == "balanced"
+
+
 def test_its_weights_make_pictures(run: Path, told):
     found = told("sample", "--run", str(run), "-n", "2", "-o", "made")
     made = [run.parent / "made" / row["file"] for row in found["pictures"]]

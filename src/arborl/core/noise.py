@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .tensors import unique
+from .tensors import to_device, unique
 
 Key = tuple[int, int]
 """Two 32-bit words: the generator's key."""
@@ -88,7 +88,7 @@ def _balanced(draws: Float[Tensor, "n size"], family: Int[Tensor, " n"]) -> Floa
     members[number[order], place] = order
     factor = torch.where(sizes > 1, sizes / (sizes - 1).clamp_min(1), 1.0).double().sqrt()
     share = torch.where(sizes > 1, 1.0 / sizes, 0.0).double()
-    number, members, factor, share = (table.to(draws.device) for table in (number, members, factor, share))
+    number, members, factor, share = (to_device(table, draws.device) for table in (number, members, factor, share))
     padded = torch.cat([draws, draws.new_zeros(1, draws.shape[1])])
     total = torch.zeros_like(padded[members[:, 0]])
     for column in members.unbind(1):

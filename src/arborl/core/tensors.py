@@ -25,6 +25,13 @@ def like(values: Tensor, other: Tensor) -> Tensor:
     return values.to(other.dtype).to(other.device)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. A GPU is not waited for: from pinned memory the copy takes its turn in the queue."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def unique(values: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct values (or rows) in order, and where in them each stands."""
     return torch.unique(values, return_inverse=True, dim=0)

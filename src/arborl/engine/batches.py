@@ -1,14 +1,10 @@
-"""The one micro-batch iterator: rollout, update, decoding and scoring all walk through it. And the way to the GPU."""
+"""The one micro-batch iterator: rollout, update, decoding and scoring all walk through it."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ..models.base import to_device
-
-__all__ = ["BATCH_SIZE_SETTINGS", "Batch", "BatchSizes", "batches", "to_device"]
 
 
 class Batch(NamedTuple):

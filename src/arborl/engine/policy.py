@@ -14,6 +14,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.losses import EdgeLoss, Loss, Who
 from ..core.schedule import Schedule
+from ..core.tensors import to_device
 from ..data.prompts import Prompts
 from ..distributed.accelerator import Accelerator, no_sync
 from ..distributed.fsdp import local, shard
@@ -21,7 +22,7 @@ from ..models import Cond, Model, lora
 from ..models.activation_checkpointing import checkpoint_activations
 from ..models.base import parts_of
 from ..models.compile import compile_blocks
-from .batches import BATCH_SIZE_SETTINGS, BatchSizes, to_device
+from .batches import BATCH_SIZE_SETTINGS, BatchSizes
 from .state import Shadow, copies_of, copy_into
 
 

@@ -136,7 +136,7 @@ def _nearest(config: Config, rates: Sequence[float]) -> float:
     if fitting:
         return min(fitting, key=lambda rate: abs(math.log(rate * each / GOOD_SUM)))
     found = max(rates)
-    while found * each > MOST_SUM:
+    while found * each > _most(found):
         found /= 2
     return found
 

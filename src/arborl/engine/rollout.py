@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..core.kernels import Coefficients, transition
 from ..core.noise import Key, normal
-from ..core.tensors import like, unflatten
+from ..core.tensors import like, to_device, unflatten
 from ..core.tree import Level, Plan
 from ..data.prompts import LocalPrompts
 from ..models.base import Cond
-from .batches import batches_of_groups, to_device
+from .batches import batches_of_groups
 from .policy import Policy
 
 

@@ -15,11 +15,11 @@ from ..core.errors import InputError
 from ..core.kernels import Coefficients
 from ..core.losses import Calls, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Who, noised
 from ..core.noise import Key
-from ..core.tensors import ints, unique
+from ..core.tensors import ints, to_device, unique
 from ..distributed.accelerator import Accelerator, backward
 from ..distributed.gather import gather
 from ..models.base import Cond
-from .batches import Batch, batches, to_device
+from .batches import Batch, batches
 from .checks import gradient_sizes, reached_groups, unequal_gradients
 from .contracts import check_loss_answer
 from .policy import Policy

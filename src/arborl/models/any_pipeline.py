@@ -15,12 +15,12 @@ from ..config.schema import Config
 from ..core.errors import InputError, first_line
 from ..core.noise import fold
 from ..core.schedule import Schedule
-from ..core.tensors import floats
+from ..core.tensors import floats, to_device
 from ..data.embedding_cache import Embeddings, Encode, Request, cache_folder, fingerprint
 from ..data.prompts import HELDOUT_PICTURES, HELDOUT_VIDEOS, PICTURES, VIDEOS, Prompts
 from ..tools.quiet import quiet_libraries
 from . import call, lora
-from .base import Cond, to_device
+from .base import Cond
 from .conditions import REFUSED, SHORT, Blank, encoder, opened, stand_in
 from .flux import keep_gradients_whole
 from .loop import Levels, Loop, Prepared, UsedDirectlyError, calling, denoisers, is_denoiser

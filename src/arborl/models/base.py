@@ -13,7 +13,7 @@ from ..config.schema import Config
 from ..core.errors import InputError
 from ..core.noise import Key, normal
 from ..core.schedule import Schedule, shifted
-from ..core.tensors import ints
+from ..core.tensors import ints, to_device
 from ..data.embedding_cache import Embeddings, Request
 from ..data.prompts import Prompts
 from . import lora
@@ -42,13 +42,6 @@ class Cond:
         if isinstance(index, Tensor):
             index = to_device(index, next(iter(self.tensors.values())).device)
         return Cond({name: tensor[index] for name, tensor in self.tensors.items()}, host)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device. A GPU is not waited for: from pinned memory the copy takes its turn in the queue."""
-    if device.type != "cuda" or values.is_cuda:
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:

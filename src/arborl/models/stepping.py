@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.schedule import Schedule
-from ..core.tensors import ints
+from ..core.tensors import ints, to_device
 from . import call
-from .base import Cond, to_device
+from .base import Cond
 from .conditions import REFUSED, SHORT, opened
 from .loop import Levels, Loop, RowTimesteps, Stepped, calling, can_pass_over, denoisers
 from .prepared import leaves, restore

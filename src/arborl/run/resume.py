@@ -31,6 +31,10 @@ checked.
 """
 
 
+FORMER_DEFAULT = "tree"
+"""The preset of a command that named none, when a run did not yet say how siblings are drawn."""
+
+
 class StartPoint(NamedTuple):
     """The settings to begin with, and the run to go on from, if there is one."""
 
@@ -53,6 +57,8 @@ def resolve_start(resume: Path | None, name: str | None, overrides: Sequence[str
     folder = Path(config.log.dir) / config.run_name
     if not (folder / CONFIG).is_file():
         return StartPoint(config, None)
+    if name is None and "tree.siblings" in read_before(folder / CONFIG):  # begun when another preset was the default
+        config = load_config(FORMER_DEFAULT, overrides)
     before = read_config(folder / CONFIG)
     was, now, given = flat(before), flat(config), {text.split("=", 1)[0] for text in overrides}
     as_begun = [key for key in BATCH_SIZE_SETTINGS if now[key] == "auto"]  # what was found, so that the run is the same
