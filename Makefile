@@ -1,5 +1,5 @@
 # `make train` runs the main job, `make test` the tests; both set up .venv first. ARGS are passed on:
-#   make train ARGS="tree.k=3 seed=1"        make test ARGS="tests/core/test_kernels.py"
+#   make train ARGS="tree.w=3 seed=1"        make test ARGS="tests/core/test_kernels.py"
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
