@@ -59,7 +59,7 @@ def run(preset: str, overrides: list[str], seed: int, folder: str) -> tuple[Curv
 
 @click.command()
 @click.argument("cells", nargs=-1)
-@click.option("--config-name", "-c", default="tree", show_default=True)
+@click.option("--config-name", "-c", default="tree_fast", show_default=True)
 @click.option("--seeds", default=5, show_default=True, help="How many: 0, 1, …")
 @click.option("--workers", default=1, show_default=True, help="Runs side by side.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the curves here, as JSON.")
