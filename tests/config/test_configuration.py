@@ -1,7 +1,9 @@
 """Presets and groups compose, every knob has its sentence, and settings survive their file."""
 
 import copy
+import inspect
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from arborl.core.errors import InputError
 from arborl.core.kernels import KERNELS
 from arborl.core.losses import LOSSES
 from arborl.core.plans import PLANS
+from arborl.engine.contracts import LOSS_SETTINGS
 from arborl.engine.method import plans_of_a_run
 from arborl.worlds.scenes import FOLDER
 
@@ -60,6 +63,15 @@ class TestConfiguration:
         assert choices["advantage.name"] == tuple(ADVANTAGES)
         assert choices["loss.name"] == tuple(LOSSES)
         assert {*choices["kernel.name"]} == {"auto", *KERNELS}
+
+    def test_settings_of_losses_say_which_of_the_built_in_ones_take_them(self):
+        """The others ignore them."""
+        sentence = {key.removeprefix("loss."): item.metadata["help"] for key, item in knobs()}
+        for setting in LOSS_SETTINGS:
+            takes = {name for name, loss in LOSSES.items() if setting in inspect.signature(loss).parameters}
+            said = set(re.findall(r"\w+", sentence[setting])) & set(LOSSES)
+            assert said == takes, setting
+            assert takes == set(LOSSES) or "other losses ignore it" in sentence[setting]
 
     def test_the_reference_page_lists_every_knob_as_it_is(self):
         from arborl.config.reference import reference

@@ -228,6 +228,26 @@ def test_the_mean_of_guards_log_ratio_is_zero_over_what_is_drawn() -> None:
     assert float(guarded["ratio"].log().mean()) == pytest.approx(0.0, abs=0.03 * s * divergence)
 
 
+@pytest.mark.parametrize("s", [0.2, 0.6])
+def test_how_far_the_log_ratio_spreads_over_what_is_drawn(s: float) -> None:
+    """√(2D/N) for N elements; guard's by how far the means are apart, whatever the noise."""
+    size, count, apart = 64, 4000, 0.1
+    before, after = torch.zeros(size), torch.full((size,), apart)
+    child = before + s * torch.randn(count, size, generator=torch.manual_seed(0))
+    one = torch.ones(count)
+    density = -((child - before) ** 2).mean(1) / (2 * s**2) - math.log(s) - 0.5 * math.log(2 * math.pi)
+    batch = EdgeBatch(
+        *(torch.zeros(1, size), torch.zeros(count).long(), child, density, one, one),
+        *(Coefficients(0 * one, one, s * one), one, before[None]),
+    )
+    plain, guarded = (
+        loss({"policy": after[None]}, batch)[1]["ratio"].log().std() for loss in (Surrogate(clip=9.0), Guard(clip=9.0))
+    )
+    divergence = apart**2 / (2 * s**2)
+    assert float(plain) == pytest.approx(math.sqrt(2 * divergence / size), rel=0.05)
+    assert float(guarded) == pytest.approx(apart / math.sqrt(size), rel=0.05)
+
+
 # every option matters
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -281,6 +301,12 @@ def test_every_option_is_tried() -> None:
     assert OPTIONS.keys() == LOSSES.keys()
     for name, loss in LOSSES.items():
         assert {field.name for field in dataclasses.fields(loss)} - OF_LEVELS == OPTIONS[name].keys()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_options_are_given_by_name(loss: type) -> None:
+    """Fields come from two classes, so that their order says nothing."""
+    assert {field.kw_only for field in dataclasses.fields(loss)} == {True}
 
 
 @pytest.mark.parametrize("value", ["x", True, math.nan, math.inf, None, [1.0]])

@@ -1,6 +1,7 @@
 """Every loss keeps the contract of `core/losses`: those of the table, and some of one's own that take all of it."""
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from arborl.config import load_config
 from arborl.core.advantage import advantages, tree
-from arborl.core.errors import InputError
+from arborl.core.errors import ArgumentError, InputError
 from arborl.core.losses import LOSSES, Awm, Dppo, EdgeBatch, EdgeLoss, LeafBatch, LeafLoss, Nft, noised
 from arborl.core.noise import fold
 from arborl.core.schedule import PREDICTIONS
@@ -241,12 +242,12 @@ def test_levels_and_noise_depend_on_the_leaf_alone(levels: int, prompts: int, fi
         fold(seed, 1),
     )
     ids = torch.arange(first, first + prompts)
-    drawn = loss.levels(plan, key, ids)
+    drawn = plan.step[loss.ancestors(plan, key, ids)]
     assert drawn.shape == (prompts, 3 * levels)
     by_leaf = drawn.view(prompts, 3, levels)
     assert all(len(row.unique()) == levels for row in by_leaf.flatten(0, 1))
     assert set(drawn.flatten().tolist()) <= set(range(10))
-    assert torch.equal(loss.levels(plan, key, ids[-1:]), drawn[-1:])
+    assert torch.equal(plan.step[loss.ancestors(plan, key, ids[-1:])], drawn[-1:])
     call = torch.arange(3 * levels)
     noise = loss.noise(key, ids[-1].expand(len(call)), call, (5,))
     assert torch.equal(loss.noise(key, ids[-1:], call[-1:], (5,)), noise[-1:])
@@ -300,19 +301,18 @@ PLANS = {
 @pytest.mark.parametrize("settings", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("share", [1.0, 0.7])
 def test_a_leafs_levels_are_those_of_its_own_way(settings: list[str], share: float) -> None:
-    """Each is where an edge on the leaf's way starts, whatever the way's length and rows, none is drawn twice."""
+    """Each is where an edge on the leaf's way starts, whatever the way's length, none is drawn twice."""
     plan = plan_at(load_config("mixture", settings), 1)
     loss, key = Awm(levels_per_leaf=2, level_share=share), fold(0, 0)
     calls, ids = loss.calls(plan), torch.arange(200)
-    ancestors, rows = loss.ancestors(plan, key, ids), loss.levels(plan, key, ids)
-    assert torch.equal(rows, plan.step[ancestors])
+    ancestors = loss.ancestors(plan, key, ids)
     for call, (node, into) in enumerate(zip(calls.node.tolist(), calls.edge.tolist(), strict=True)):
         way = list[int]()
         while node >= plan.roots:
             way.insert(0, node - plan.roots)
             node = int(plan.parent[node - plan.roots])
         assert way[-1] == into
-        expected = way[: max(1, int(share * len(way)))]
+        expected = way[: max(1, int(Fraction(str(share)) * len(way)))]
         assert set(ancestors[:, call].tolist()) == set(expected), "all of them, for one prompt or another, and no other"
     by_leaf = ancestors.view(200, -1, 2)
     assert (by_leaf[..., 0] != by_leaf[..., 1]).all()
@@ -347,9 +347,52 @@ def test_a_step_is_worth_taking_where_only_an_ancestor_has_an_advantage() -> Non
         assert made.update(advantage).steps == steps
 
 
+def test_a_leaf_is_left_out_at_a_level_where_its_ancestor_has_no_advantage() -> None:
+    """Its own advantage or another level's is no reason: such calls are not made and counted in nothing."""
+    made = bench("Regression", "loss.options.levels_per_leaf=10", "tree.w=2", "tree.s=0")
+    plan, advantage = made.record.plan, made.advantage()
+    first = plan.depth[plan.child] == 1
+    assert 0 < int(first.sum()) < len(plan.leaves)
+    advantage[:, first] = math.nan
+    asked: list[int] = []
+    predict = made.model.predict
+    made.model.predict = lambda x, t, cond: (asked.append(len(x)), predict(x, t, cond))[1]  # pyright: ignore[reportAttributeAccessIssue]
+    stats = made.update(advantage)
+    assert (stats.steps, stats.nonfinite) == (1, 0)
+    assert math.isfinite(stats.grad_norm)
+    count = 4 * len(plan.leaves) * 9  # of ten levels all but the first
+    assert int(stats.sums["edges"]) == int(stats.sums["parents"]) == count
+    assert sum(asked) == 2 * count, "of the policy and the old one"
+    inner = ~torch.isin(plan.child, plan.leaves)
+    advantage[:, inner] = math.nan
+    assert int(made.update(advantage).sums["edges"]) == 4 * len(plan.leaves)
+
+
+@pytest.mark.parametrize("steps", [10, 50])
+def test_the_number_of_levels_is_the_share_rounded_down_as_in_decimal_arithmetic(steps: int) -> None:
+    """Not as in floats, where 0.58 * 50 is below 29."""
+    plan = plan_at(load_config("mixture", ["algo=flat", "sample.group_size=2", f"sample.num_steps={steps}"]))
+    for percent in range(1, 101):
+        expected = max(1, percent * steps // 100)
+        with pytest.raises(ArgumentError, match=rf": {expected} noise levels can be drawn; allowed: 1\.\.{expected}$"):
+            Awm(levels_per_leaf=steps + 1, level_share=percent / 100).calls(plan)
+
+
+def test_other_levels_come_with_their_own_advantages() -> None:
+    """A loss says which of a leaf's ancestors it is trained at, and both follow from that."""
+    made = Bench([*SMALL, "loss.name=test_losses:LastLevel"])
+    plan, advantage = made.record.plan, made.advantage()
+    training = made.calls(advantage)
+    trained = training.trained(made.kept(advantage))
+    edge = plan.leaves[trained.calls[trained.row, 1]] - plan.roots
+    expected = advantage[trained.prompt, edge].float()
+    assert torch.equal(training.advantage_of(trained), expected)
+    assert set(training.level.flatten().tolist()) == {9}
+
+
 def test_every_level_is_drawn_as_often() -> None:
     plan, loss = plan_at(load_config("mixture", ["algo=flat", "sample.group_size=8"])), Regression(levels_per_leaf=2)
-    counts = torch.bincount(loss.levels(plan, fold(0, 0), torch.arange(600)).flatten(), minlength=10)
+    counts = torch.bincount(plan.step[loss.ancestors(plan, fold(0, 0), torch.arange(600))].flatten(), minlength=10)
     assert (counts / counts.sum() - 0.1).abs().max() < 0.008
 
 
@@ -545,6 +588,27 @@ class Plain(LeafLoss):
         return loss.sum(), {"one": loss}
 
 
+class Shares(Plain):
+    """Nor is the share of them that it draws from."""
+
+    levels_per_leaf = 1
+    level_share = 1.5
+
+
+class LastLevel(Plain):
+    """Of its own choice: the level that the step into the leaf starts at."""
+
+    levels_per_leaf = 1
+
+    def ancestors(self, plan, key, prompt_ids):
+        return (plan.leaves - plan.roots).expand(len(prompt_ids), -1)
+
+
+class OwnLevels(LastLevel):
+    def levels(self, plan, key, prompt_ids):
+        return plan.step[self.ancestors(plan, key, prompt_ids)]
+
+
 class AsksNobody(Regression):
     asks = ("ref",)
 
@@ -588,6 +652,19 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         r"loss\.options\.levels_per_leaf=1\.5: 10 noise levels can be drawn; allowed: 1\.\.10",
     ),
     "its own levels": (["loss.name=test_losses:Plain"], r"loss\.name=.*Plain: its levels_per_leaf is 99: .*1\.\.10"),
+    "too large a share": (
+        ["loss.name=awm", "loss.options.level_share=1.5"],
+        r"loss\.options\.level_share=1\.5: is too large; allowed: a number, above 0, at most 1$",
+    ),
+    "no share": (["loss.name=awm", "loss.options.level_share=0.0"], r"loss\.options\.level_share=0\.0: is too small"),
+    "its own share": (
+        ["loss.name=test_losses:Shares"],
+        r"loss\.name=.*Shares: its level_share is 1\.5: is too large; allowed: a number, above 0, at most 1$",
+    ),
+    "levels of its own": (
+        ["loss.name=test_losses:OwnLevels"],
+        r"loss\.name=test_losses:OwnLevels: has a method levels, which nobody asks: .*; try: ancestors",
+    ),
     "no such option": (["loss.name=test_losses:Plain", "loss.options.gamma=1"], r"loss\.options\.gamma=1: .*: beta$"),
     "cannot be made": (
         ["loss.name=test_losses:Plain", "loss.options.beta=0"],
@@ -616,7 +693,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "steps": (["loss.name=own_losses:Regression", "prune.step_fraction=0.5"], r"prune\.step_fraction=0\.5: .*leaves"),
     "siblings of leaves": (
         ["loss.name=own_losses:Regression", "algo=tempflow"],
-        r"advantage\.group=siblings: .* no step into a leaf has siblings; allowed: tree, prompt",
+        r"advantage\.group=siblings: .* levels of steps without noise too, which have no siblings; "
+        r"allowed: tree, prompt$",
     ),
     "siblings": (
         [

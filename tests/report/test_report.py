@@ -18,6 +18,7 @@ from arborl.cli import main
 from arborl.compare import Cell, Comparison, Protocol, write
 from arborl.compare.results import Point, Row
 from arborl.config import load_config, read_config, save_config
+from arborl.core.losses import LOSSES, Awm, Dppo, Guard, Nft, Surrogate
 from arborl.engine.method import plan_at
 from arborl.report import read, write_report
 from arborl.report.data import MAX_ROWS, _as_the_run_saw, _some, columns
@@ -393,6 +394,20 @@ def test_epochs_that_are_done_again_leave_nothing_behind(tmp_path: Path):
 
 
 @needs_browser
+def test_every_metric_of_a_built_in_loss_has_a_chart(run: Path, browser: Browser, tmp_path: Path):
+    losses = [Surrogate(clip=0.1, kl=0.1), Dppo(), Guard(clip=0.1), Nft(), Awm(off_policy=True)]
+    assert {type(loss) for loss in losses} == {*LOSSES.values()}
+    names = {name for loss in losses for name in loss.metrics} - {"loss"}
+    rows = [row | dict.fromkeys(names, 0.1 * row["epoch"]) for row in read_metrics(run)[:3]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    page = Opened(browser, write_report(tmp_path), WIDE)
+    assert page.complaints == []
+    assert names <= {*page.page.locator("#update figcaption .key").all_inner_texts()}
+    for title in ("matching error of noised leaves", "edges left out as they go on away, share"):
+        assert page.count(f'#update svg[aria-label="{title}"]') == 1
+
+
 @needs_browser
 @pytest.mark.parametrize(("settings", "lines", "points"), [([], 0, 2), (["eval.every=1"], 1, 4)])
 def test_two_evaluations_are_points_and_more_are_a_curve(
@@ -426,6 +441,7 @@ def test_evaluations_of_fewer_pictures_are_a_curve_and_those_of_all_are_points(b
     assert str(shown(rows[-1]["eval/place"])) in page.text("#head .headline")
 
 
+@needs_browser
 def test_several_rewards_are_each_shown_as_they_are(browser: Browser, tmp_path: Path):
     """A sum of z-scores is 0 whatever happens; a weight is no part of a score."""
     settings = ["+rewards.bright.fn=brightness", "+rewards.bright.weight=-2", "train.epochs=2", "sample.num_prompts=2"]

@@ -106,6 +106,8 @@ def test_it_goes_on_by_the_command_it_was_started_with(run: Path, tmp_path: Path
     given = [*SETTINGS, f"prompts.path={file}", f"run_name={run.name}", f"log.dir={run.parent}"]
     found = resolve_start(Path("auto"), "tree", given)
     assert (found.config.prompts.held_out, found.config.eval.num_between) == (0.0, 0)
+    assert "siblings" not in path.read_text()
+    assert (read_config(path).tree.siblings, found.config.tree.siblings) == ("independent", "independent")
     with pytest.raises(InputError, match=r"prompts\.held_out=0\.1: cannot change"):
         resolve_start(Path("auto"), "tree", [*given, "prompts.held_out=0.1"])
 

@@ -1,5 +1,7 @@
 """A recorded tree as a file."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,16 @@ class TestTreeFiles:
             assert torch.equal(getattr(back, name), getattr(tree, name))
         assert all(torch.equal(v.nan_to_num(), back.scores[k].nan_to_num()) for k, v in tree.scores.items())
         assert {p.suffix for p in (tmp_path / "trees").iterdir()} == {".json", ".safetensors"}
+
+    def test_a_file_from_before_siblings_could_be_balanced_is_of_independent_ones(self, tmp_path: Path):
+        tree = recorded_tree()
+        replace(tree, plan=replace(tree.plan, balanced=True)).save(tmp_path / "t")
+        assert TreeFile.load(tmp_path / "t").plan.balanced
+        path = tmp_path / "t.json"
+        head = json.loads(path.read_text())
+        del head["balanced"]
+        path.write_text(json.dumps(head))
+        assert not TreeFile.load(tmp_path / "t").plan.balanced
 
     def test_a_damaged_or_newer_file_is_one_line(self, tmp_path: Path):
         stem = tmp_path / "t"

@@ -269,16 +269,19 @@ class LossConfig(Settings):
         choices=("surrogate", "dppo", "guard", "nft", "awm"),
         own="Class",
     )
-    clip: float = knob(1e-4, "Half-width of the ratio's clip range (surrogate, guard).", above=0)
+    clip: float = knob(
+        1e-4, "Half-width of the ratio's clip range (surrogate, guard; other losses ignore it).", above=0
+    )
     kl: float = knob(
         0.0,
-        "Weight of the KL to the frozen base model, or with nft and awm of the mean square of the answers' difference; "
-        "0 is off.",
+        "Weight of the KL to the frozen base model (surrogate, dppo, guard), or of the mean square of the answers' "
+        "difference (nft, awm); 0 is off.",
         low=0,
     )
     edge_weight: str = knob(
         "equal",
-        "Weight of an edge in the loss: all the same, or by the noise it added (mean 1).",
+        "Weight of an edge in the loss: all the same, or by the noise it added, mean 1 (surrogate, dppo, guard; other "
+        "losses ignore it).",
         choices=("equal", "noise"),
     )
     adv_clip: float = knob(5.0, "Advantages are clamped to plus or minus this.", above=0)

@@ -118,6 +118,11 @@ def _check_loss(name: str, loss: EdgeLoss | LeafLoss) -> None:
             raise InputError("loss.name", name, f"its {what} are {values!r}", f"a tuple {allowed}")
     if loss.sampler not in ("policy", "old"):
         raise InputError("loss.name", name, f"its sampler is {loss.sampler!r}", "policy, old")
+    if callable(getattr(loss, "levels", None)):  # it would be ignored without a word
+        problem = (
+            "has a method levels, which nobody asks: a call's level is where the edge starts that it is trained with"
+        )
+        raise InputError("loss.name", name, problem, cure="ancestors, of a LeafLoss, or another name")
     if taken := [one for one in loss.metrics if one in TAKEN or "/" in one or one.startswith(("reward", "steps"))]:
         raise InputError("loss.name", name, f"calls a metric {taken[0]}, as every run does", cure="another name")
 

@@ -261,7 +261,7 @@ def _check_loss(config: Config, loss: EdgeLoss | LeafLoss, plan: Plan) -> None:
         if settings.step_fraction < 1:
             raise InputError("prune.step_fraction", settings.step_fraction, steps, "1")
         if config.advantage.name == "depth" and config.advantage.group == "siblings":
-            problem = f"loss.name={name} trains leaves, and no step into a leaf has siblings"
+            problem = f"loss.name={name} trains leaves at the levels of steps without noise too, which have no siblings"
             raise InputError("advantage.group", "siblings", problem, "tree, prompt")
     try:
         loss.calls(plan)

@@ -180,22 +180,33 @@ class TrainingCalls:
         self.policy, self.loss, self.rollout, self.advantage = policy, loss, rollout, advantage
         self.device, self.ids = policy.device, rollout.prompts.ids
         self.calls: Calls = loss.calls(rollout.plan)
-        where = rollout.plan, rollout.key, self.ids
-        self.level = loss.levels(*where)
-        self.ancestor = loss.ancestors(*where) if isinstance(loss, LeafLoss) else None
+        plan = rollout.plan
+        self.ancestor = loss.ancestors(plan, rollout.key, self.ids) if isinstance(loss, LeafLoss) else None
+        self.level = self._level_of_edges() if self.ancestor is None else plan.step[self.ancestor]
+        """The noise level of each call (prompts × calls), as a row of the schedule."""
         self.group_of_step = policy.call_groups(rollout.plan.schedule.timestep.float())
         """Of the steps of the schedule, so that ranks number groups alike."""
 
     def trained(
         self, keep: Bool[Tensor, "prompts edges"], among: Bool[Tensor, "prompts calls"] | None = None
     ) -> Trained:
-        """The calls (`among` some of them) that have kept edges, in order, and these edges."""
+        """The calls (`among` some of them) that have kept edges, in order, and these edges. A leaf whose ancestor at a
+        level has no advantage is not trained there.
+        """
         kept = keep.cpu()[:, self.calls.edge]
+        if self.ancestor is not None:
+            kept &= ~self.advantage.cpu().gather(1, self.ancestor)[:, self.calls.call].isnan()
         prompt, pair = (kept if among is None else kept & among[:, self.calls.call]).nonzero(as_tuple=True)
         calls, row = unique(torch.stack([prompt, self.calls.call[pair]], 1))
         group = self.group_of_step[self.level[calls[:, 0], calls[:, 1]]]
         by_group = [(group == number).nonzero().flatten() for number in range(int(self.group_of_step.max()) + 1)]
         return Trained(calls, prompt, self.calls.edge[pair], row, by_group)
+
+    def _level_of_edges(self) -> Int[Tensor, "prompts calls"]:
+        """Where the edges start that a call serves; they leave one node."""
+        level = torch.zeros(len(self.calls.node), dtype=torch.long)
+        level[self.calls.call] = self.rollout.plan.step[self.calls.edge]
+        return level.expand(len(self.ids), -1)
 
     def loss_of(self, trained: Trained, stats: Stats, first: bool) -> Float[Tensor, ""]:
         """The summed loss of one micro-batch: a forward a call, then whatever the loss makes of its edges."""

@@ -16,6 +16,9 @@ from ..noise import Key, normal
 from ..prune import LEAF_NOISE, LEVEL_DRAW
 from ..tree import Plan
 
+SHARE_TOLERANCE = 1e-9
+"""What a share of a number may lack of a whole number by rounding: far more than a float's, far less than a share's."""
+
 Who = Literal["policy", "old", "reference"]
 """A policy that can be asked: the one that is trained; one that follows it (`Loss.old_decay`); the untrained one."""
 
@@ -87,10 +90,6 @@ class Loss(ABC):
     def calls(self, plan: Plan) -> Calls:
         """The model calls that can train them."""
 
-    @abstractmethod
-    def levels(self, plan: Plan, key: Key, prompt_ids: Int[Tensor, " prompts"]) -> Int[Tensor, "prompts calls"]:
-        """The noise level of each call, as a row of the plan's schedule."""
-
 
 @dataclass(frozen=True)
 class EdgeBatch:
@@ -119,7 +118,7 @@ class EdgeBatch:
 
 
 class EdgeLoss(Loss):
-    """A loss of transitions: one model call at a parent serves all its kept edges."""
+    """A loss of transitions: one model call at a parent serves all its kept edges, at the level where they start."""
 
     needs_densities = True
     needs_old_answers: ClassVar[bool] = False
@@ -133,11 +132,6 @@ class EdgeLoss(Loss):
     def calls(self, plan: Plan) -> Calls:
         parents, edge = plan.trained_parents, plan.stochastic.nonzero().squeeze(1)
         return Calls(parents, edge, torch.searchsorted(parents, plan.parent[edge]))
-
-    def levels(self, plan: Plan, key: Key, prompt_ids: Int[Tensor, " prompts"]) -> Int[Tensor, "prompts calls"]:
-        step = torch.zeros(plan.nodes, dtype=torch.long)
-        step[plan.parent] = plan.step
-        return step[plan.trained_parents].expand(len(prompt_ids), -1)
 
     @abstractmethod
     def __call__(
@@ -184,30 +178,33 @@ class LeafLoss(Loss):
 
     At a level its advantage is that of its ancestor, the edge on its way that starts there: in a tree the leaves below
     a node share what is known of the node's edge, as they do in an `EdgeLoss`. On separate trajectories every edge of a
-    way has the leaf's own. Which leaves are trained is said by the edges into them.
+    way has the leaf's own. Which leaves are trained is said by the edges into them; of their calls those are left out
+    whose ancestor has no advantage.
     """
 
     needs_densities = False
     levels_per_leaf: int = 1
     """The number of those levels."""
     level_share: float = 1.0
-    """The share of the levels on a way that they are drawn from, its first and noisiest."""
+    """The share of the levels on a way that they are drawn from, its first and noisiest: above 0 and at most 1. Their
+    number is rounded down, at least 1, as in decimal arithmetic: 0.58 of 50 are 29, where int(0.58 * 50) is 28.
+    """
 
     def edges(self, plan: Plan) -> Bool[Tensor, " edges"]:
         return torch.isin(plan.child, plan.leaves)
 
     def calls(self, plan: Plan) -> Calls:
+        check_number("level_share", self.level_share, above=0.0, most=1.0)
         most, levels = int(self._drawn_from(plan).sum(1).min()), cast(object, self.levels_per_leaf)
         if type(levels) is not int or not 1 <= levels <= most:
             raise ArgumentError("levels_per_leaf", levels, f"{most} noise levels can be drawn", f"1..{most}")
         leaf = plan.leaves.repeat_interleave(self.levels_per_leaf)
         return Calls(leaf, leaf - plan.roots, torch.arange(len(leaf)))
 
-    def levels(self, plan: Plan, key: Key, prompt_ids: Int[Tensor, " prompts"]) -> Int[Tensor, "prompts calls"]:
-        return plan.step[self.ancestors(plan, key, prompt_ids)]
-
     def ancestors(self, plan: Plan, key: Key, prompt_ids: Int[Tensor, " prompts"]) -> Int[Tensor, "prompts calls"]:
-        """The edge on the leaf's own way that starts at each call's level."""
+        """An edge on the leaf's own way for each call: where it starts is the call's level, and its advantage the
+        call's.
+        """
         prompts, number = len(prompt_ids), torch.arange(plan.paths.numel())
         order = normal(key, _address(prompt_ids, LEVEL_DRAW, number), (1,)).view(prompts, *plan.paths.shape)
         place = order.masked_fill(~self._drawn_from(plan), torch.inf).argsort(2)[:, :, : self.levels_per_leaf]
@@ -215,8 +212,9 @@ class LeafLoss(Loss):
 
     def _drawn_from(self, plan: Plan) -> Bool[Tensor, "leaves most"]:
         """The places on the ways to the leaves whose levels can be drawn."""
-        length = (plan.paths >= 0).sum(1, keepdim=True)
-        return torch.arange(plan.paths.shape[1]) < (self.level_share * length).long().clamp_min(1)
+        length = (plan.paths >= 0).sum(1, keepdim=True).double()
+        count = (self.level_share * length + SHARE_TOLERANCE).floor().clamp_min(1)
+        return torch.arange(plan.paths.shape[1]) < count
 
     def noise(
         self, key: Key, prompt_ids: Int[Tensor, " n"], call: Int[Tensor, " n"], shape: tuple[int, ...]

@@ -100,8 +100,9 @@ class Dppo(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class Guard(PolicyGradient):
-    """GRPO-Guard (arXiv 2510.22319): PPO's clipped surrogate of a ratio whose mean is 1 at every step and whose spread
-    is that of the answers, exp(s·(log r + mean((μ - μ_old)²)/2s²)) (eq. 8).
+    """GRPO-Guard (arXiv 2510.22319): PPO's clipped surrogate of exp(s·(log r + mean((μ - μ_old)²)/2s²)) (eq. 8). Its
+    logarithm has the mean 0 at every step, and a spread that is not the step's noise's but the means': how far they
+    have moved, √(mean((μ - μ_old)²)/N) for N elements.
 
     `reweight` divides by the step's size Δσ, so that no step's gradient is larger for its size alone (eq. 12, as in its
     authors' code; Flow-Factory's has it not).

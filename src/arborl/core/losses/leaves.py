@@ -1,5 +1,6 @@
 """Losses of finished samples, noised again: no density, so that the rollout may be a plain ODE."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,39 +18,84 @@ POWER_FLOOR = 1e-10
 """What AWM adds to an error before it takes the power, whose slope at 0 has no end."""
 
 
-@dataclass(frozen=True)
-class Nft(LeafLoss):
-    """DiffusionNFT (arXiv 2509.16117, Theorem 3.2): r·|v⁺ - u|² + (1 - r)·|v⁻ - u|² with the implicit positive
-    and negative policies v± = v_old ± β·(v - v_old), where r = clamp(½ + A/(2·spread), 0, 1).
-
-    As its published code has it: the errors are those of x̂0, each divided by its own mean absolute value
-    (`adaptive`), times spread/β; the old policy rolls out, and keeps min(rate·(steps - start), most) of itself after an
-    epoch; `kl` weighs mean((v - v_ref)²). Without the adaptive weights a flow has σ²·[-2A·δ·(u - v_old) + spread·β·δ²],
-    δ = v - v_old: the second term holds the policy near the old one, also where no advantage is left.
+@dataclass(frozen=True, kw_only=True)
+class ForwardProcess(LeafLoss):
+    """What the losses of this file share: an old policy that keeps min(rate·(steps - start), most) of itself after an
+    epoch, and `kl`·mean((v - v_ref)²), which holds the answers near the untrained model's.
     """
 
     kl: float = 0.0
-    beta: float = 1.0
-    spread: float = 5.0  # the advantage at which a sample counts as wholly good
-    levels_per_leaf: int = 9
-    adaptive: bool = True
     decay_rate: float = 0.001
     decay_most: float = 0.5
     decay_start: int = 0
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, above=0.0)
-        check_number("spread", self.spread, above=0.0)
-        check_flag("adaptive", self.adaptive)
-        check_decay(self.decay_rate, self.decay_most, self.decay_start)
+        check_number("decay_rate", self.decay_rate)
+        check_number("decay_most", self.decay_most, most=1.0)
+        check_number("decay_start", self.decay_start)
+
+    @property
+    @abstractmethod
+    def measures(self) -> tuple[str, ...]:
+        """Its metrics besides `loss` and `kl`."""
+
+    @property
+    def asks_old(self) -> bool:
+        return True
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("loss", "distance", *(["kl"] if self.kl else []))
+        return ("loss", *self.measures, *(["kl"] if self.kl else []))
 
     @property
     def asks(self) -> tuple[Who, ...]:
-        return ("old", "reference") if self.kl else ("old",)
+        everyone: list[tuple[bool, Who]] = [(self.asks_old, "old"), (self.kl > 0, "reference")]
+        return tuple(who for asked, who in everyone if asked)
+
+    def old_decay(self, steps: int) -> float:
+        return min(self.decay_rate * max(0, steps - self.decay_start), self.decay_most)
+
+    @abstractmethod
+    def matching(
+        self, answers: Mapping[Who, Float[Tensor, "n *latent"]], batch: LeafBatch
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " n"]]]:
+        """The summed loss but for the KL; and `loss`, each sample's, and `measures`."""
+
+    def __call__(
+        self, answers: Mapping[Who, Float[Tensor, "n *latent"]], batch: LeafBatch
+    ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " n"]]]:
+        loss, seen = self.matching(answers, batch)
+        if self.kl:
+            seen["kl"] = mean_square(answers["policy"] - answers["reference"])
+            loss = loss + self.kl * seen["kl"].sum()
+        return loss, seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nft(ForwardProcess):
+    """DiffusionNFT (arXiv 2509.16117, Theorem 3.2): r·|v⁺ - u|² + (1 - r)·|v⁻ - u|² with the implicit positive
+    and negative policies v± = v_old ± β·(v - v_old), where r = clamp(½ + A/(2·spread), 0, 1).
+
+    As its published code has it: the errors are those of x̂0, each divided by its own mean absolute value
+    (`adaptive`), times spread/β; the old policy rolls out. Without the adaptive weights a flow has
+    σ²·[-2A·δ·(u - v_old) + spread·β·δ²], δ = v - v_old: the second term holds the policy near the old one, also where
+    no advantage is left.
+    """
+
+    beta: float = 1.0
+    spread: float = 5.0  # the advantage at which a sample counts as wholly good
+    levels_per_leaf: int = 9
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("beta", self.beta, above=0.0)
+        check_number("spread", self.spread, above=0.0)
+        check_flag("adaptive", self.adaptive)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return ("distance",)
 
     @property
     def sampler(self) -> Literal["policy", "old"]:
@@ -59,10 +105,7 @@ class Nft(LeafLoss):
     def has_regularizer(self) -> bool:
         return True
 
-    def old_decay(self, steps: int) -> float:
-        return decay(steps, self.decay_rate, self.decay_most, self.decay_start)
-
-    def __call__(
+    def matching(
         self, answers: Mapping[Who, Float[Tensor, "n *latent"]], batch: LeafBatch
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " n"]]]:
         policy, old = answers["policy"], answers["old"]
@@ -70,11 +113,7 @@ class Nft(LeafLoss):
         change = self.beta * (policy - old)
         positive, negative = (self._error(batch.predict_x0(old + one), batch.x0) for one in (change, -change))
         samples = self.spread / self.beta * (good * positive + (1 - good) * negative)
-        loss, seen = samples.sum(), {"loss": samples, "distance": mean_square(policy - old)}
-        if self.kl:
-            seen["kl"] = mean_square(policy - answers["reference"])
-            loss = loss + self.kl * seen["kl"].sum()
-        return loss, seen
+        return samples.sum(), {"loss": samples, "distance": mean_square(policy - old)}
 
     def _error(self, found: Float[Tensor, "n *latent"], x0: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
         error = mean_square(found - x0)
@@ -83,22 +122,20 @@ class Nft(LeafLoss):
         return error / (found - x0).detach().abs().flatten(1).mean(1).clamp_min(WEIGHT_FLOOR)
 
 
-@dataclass(frozen=True)
-class Awm(LeafLoss):
+@dataclass(frozen=True, kw_only=True)
+class Awm(ForwardProcess):
     """Advantage Weighted Matching (arXiv 2509.25050): the policy gradient of -A·ratio, its log-density in the place of
     which stands the matching error at one level, "log p" = -σ/p·[(ℓ + 1e-10)^p - 1e-10^p], ℓ = mean((v - u)²) (the
     published code's weighting; p = 1 is plain matching, weighed by σ), with A divided by `spread`.
 
-    Plus `ema`·mean((v - v_old)²), the old policy keeping min(rate·(steps - start), most) of itself after an epoch, and
-    `kl`·mean((v - v_ref)²). On policy the ratio is to the policy's own "log p", so it is 1 and has its gradient. The
-    published code does the same in an epoch's only optimizer step; in further ones it takes the "log p" of the epoch's
-    first weights, which are not kept here: steps after the first go without that correction, which is far inside a clip
-    of ±1. `off_policy` is the published code's: the old policy rolls out, and the ratio is to its "log p". Levels are
-    drawn from the first 0.9 of a way for each leaf, without replacement; published is one of each stratum, the same for
-    a whole batch.
+    Plus `ema`·mean((v - v_old)²). On policy the ratio is to the policy's own "log p", so it is 1 and has its gradient.
+    The published code does the same in an epoch's only optimizer step; in further ones it takes the "log p" of the
+    epoch's first weights, which are not kept here: steps after the first go without that correction, which is far
+    inside a clip of ±1. `off_policy` is the published code's: the old policy rolls out, and the ratio is to its
+    "log p". Levels are drawn from the first 0.9 of a way for each leaf, without replacement; published is one of each
+    stratum, the same for a whole batch.
     """
 
-    kl: float = 0.0
     levels_per_leaf: int = 6
     level_share: float = 0.9
     power: float = 0.25
@@ -106,32 +143,24 @@ class Awm(LeafLoss):
     ema: float = 1.0
     off_policy: bool = False
     ratio_clip: float = 1.0
-    decay_rate: float = 0.001
     decay_most: float = 0.3
-    decay_start: int = 0
 
     def __post_init__(self) -> None:
-        check_number("level_share", self.level_share, above=0.0, most=1.0)
+        super().__post_init__()
         check_number("power", self.power, above=0.0, most=1.0)
         check_number("spread", self.spread, above=0.0)
         check_number("ema", self.ema)
         check_flag("off_policy", self.off_policy)
         check_number("ratio_clip", self.ratio_clip, above=0.0)
-        check_decay(self.decay_rate, self.decay_most, self.decay_start)
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        further = [(self._asks_old, "distance"), (self.off_policy, "clip_ratio"), (self.kl, "kl")]
-        return ("loss", "error", *(name for measured, name in further if measured))
+    def measures(self) -> tuple[str, ...]:
+        further = [(self.asks_old, "distance"), (self.off_policy, "clip_ratio")]
+        return ("error", *(name for measured, name in further if measured))
 
     @property
-    def _asks_old(self) -> bool:
+    def asks_old(self) -> bool:
         return self.ema > 0 or self.off_policy
-
-    @property
-    def asks(self) -> tuple[Who, ...]:
-        everyone: list[tuple[bool, Who]] = [(self._asks_old, "old"), (self.kl > 0, "reference")]
-        return tuple(who for asked, who in everyone if asked)
 
     @property
     def sampler(self) -> Literal["policy", "old"]:
@@ -141,10 +170,7 @@ class Awm(LeafLoss):
     def has_regularizer(self) -> bool:
         return self.ema > 0 or self.kl > 0
 
-    def old_decay(self, steps: int) -> float:
-        return decay(steps, self.decay_rate, self.decay_most, self.decay_start)
-
-    def __call__(
+    def matching(
         self, answers: Mapping[Who, Float[Tensor, "n *latent"]], batch: LeafBatch
     ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, " n"]]]:
         policy, advantage = answers["policy"], batch.advantage / self.spread
@@ -158,12 +184,9 @@ class Awm(LeafLoss):
         loss, seen = samples.sum(), {"loss": samples, "error": error}
         if self.off_policy:
             seen["clip_ratio"] = (held > free).float()
-        if self._asks_old:
+        if self.asks_old:
             seen["distance"] = mean_square(policy - answers["old"])
             loss = loss + self.ema * seen["distance"].sum()
-        if self.kl:
-            seen["kl"] = mean_square(policy - answers["reference"])
-            loss = loss + self.kl * seen["kl"].sum()
         return loss, seen
 
     def _log_density(self, error: Float[Tensor, " n"], batch: LeafBatch) -> Float[Tensor, " n"]:
@@ -173,14 +196,3 @@ class Awm(LeafLoss):
 
 def mean_square(values: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     return (values**2).flatten(1).mean(1)
-
-
-def decay(steps: int, rate: float, most: float, start: int) -> float:
-    """The share of itself that an old policy keeps, rising from `start` on: min(rate·(steps - start), most)."""
-    return min(rate * max(0, steps - start), most)
-
-
-def check_decay(rate: float, most: float, start: int) -> None:
-    check_number("decay_rate", rate)
-    check_number("decay_most", most, most=1.0)
-    check_number("decay_start", start)

@@ -112,7 +112,8 @@ function updateSection(host, data) {
   host.append(grid);
   const titles = {
     ratio_error: "first ratio, distance from 1", ratio: "mean ratio", clip_ratio: "edges held back by the clip, share", approx_kl: "KL to the rollout's policy",
-    kl: "KL to the base model", grad_norm: "gradient norm", advantage_abs: "mean |advantage|", window: "first step of the window", learning_rate: "learning rate",
+    divergence: "D to the rollout's policy", dropped: "edges left out as they go on away, share",
+    distance: "answers off the old policy's, mean square", error: "matching error of noised leaves", kl: "KL to the base model", grad_norm: "gradient norm", advantage_abs: "mean |advantage|", window: "first step of the window", learning_rate: "learning rate",
   };
   let shown = 0;
   for (const [name, title] of Object.entries(titles)) {
