@@ -14,7 +14,7 @@ from ..tools.files import is_locked
 
 FIRST = {
     "arborl plan": "the default tree, and what an epoch of it costs; loads nothing",
-    "arborl train": "post-train the built-in model: MINUTES on two cores, no GPU, no download",
+    "arborl train": "post-train the built-in model: a minute and a half on two cores, no GPU, no download",
     "arborl rewards": "the rewards there are, and what each of them lacks here",
     "arborl -h": "every command; each has a -h of its own",
 }
