@@ -5,19 +5,25 @@ import statistics
 from collections import Counter
 
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
 from arborl.compare.results import compute_to_reach
 from arborl.compare.runs import cost_of
 from arborl.config import load_config
 from bench.family import (
     BUDGETS_IN_ORDER,
+    COMMON,
     FAMILY,
     JUDGED_AT,
     NFT_GENTLY,
     RECORD,
     SEARCH_SEED,
     SEEDS,
+    Job,
     chosen,
+    known_runs,
+    main,
     mean_at,
     plus_minus,
     recorded,
@@ -80,3 +86,20 @@ def test_other_figures_of_the_page():
     assert {row["compute"] for row in default} == {74_304} == {cost_of(load_config())}
     assert plus_minus([row["score"] for row in default]) in TEXT
     assert min(row["score"] for row in default) > 0.84
+
+
+def test_the_record_makes_tables_and_a_picture(tmp_path):
+    told = CliRunner().invoke(main, ["tables", "--record", str(ROOT / RECORD)], catch_exceptions=False).output
+    assert f"| `tree_fast` | {plus_minus(scores_at(ROWS, chosen(ROWS, 25_000)['tree_fast'], 25_000))} |" in told
+    assert told.count("*") == 26
+    CliRunner().invoke(main, ["chart", "--record", str(ROOT / RECORD), "--to", str(tmp_path / "chart.png")])
+    assert Image.open(tmp_path / "chart.png").size == Image.open(ROOT / "docs" / "results.png").size
+
+
+def test_what_is_done_is_not_run_again(tmp_path):
+    """Of a search whose record is whole nothing is left."""
+    common = (*COMMON, "eval.num_prompts=2")
+    job = Job("search", 33_000, (SEARCH_SEED,), FAMILY[0].cells[:2], common)
+    known = {("search", 33_000, FAMILY[0].cells[0], SEARCH_SEED)}
+    assert [one.cell.text for one in job.planned(tmp_path, known)] == [FAMILY[0].cells[1]]
+    assert job.planned(tmp_path, known_runs(ROWS)) == []
