@@ -136,23 +136,28 @@ def update(
             stats.unequal += unequal_gradients(sizes)
             reached = reached_groups({name: max(ranks) for name, ranks in sizes.items()})
             stats.reached = {name: found or stats.reached.get(name, False) for name, found in reached.items()}
-        norm = clip_gradients(state.parameters.values(), train.max_grad_norm)
-        stats.grad_norm = norm if math.isnan(norm) else max(stats.grad_norm, norm)
-        if math.isfinite(norm):
-            for group in state.optimizer.param_groups:
-                group["lr"] = rate
-            state.optimizer.step()
-            state.steps += 1
-            state.ema.step(state.steps)
-            stats.steps += 1
-            state.nonfinite_steps = 0
-        else:  # gradients are the same on all ranks by now, so all of them come here together
-            stats.nonfinite += 1
-            state.nonfinite_steps += 1
-        state.optimizer.zero_grad(set_to_none=True)
+        _step(state, stats, rate, train.max_grad_norm)
     if state.old and stats.steps:
         state.old.follow(_share(policy, float(loss.old_decay(state.steps))))
     return stats
+
+
+def _step(state: State, stats: Stats, rate: float, most: float) -> None:
+    """The optimizer's step at this learning rate, by gradients of at most this norm; none where they are not finite."""
+    norm = clip_gradients(state.parameters.values(), most)
+    stats.grad_norm = norm if math.isnan(norm) else max(stats.grad_norm, norm)
+    if math.isfinite(norm):
+        for settings in state.optimizer.param_groups:
+            settings["lr"] = rate
+        state.optimizer.step()
+        state.steps += 1
+        state.ema.step(state.steps)
+        stats.steps += 1
+        state.nonfinite_steps = 0
+    else:  # gradients are the same on all ranks by now, so all of them come here together
+        stats.nonfinite += 1
+        state.nonfinite_steps += 1
+    state.optimizer.zero_grad(set_to_none=True)
 
 
 def _share(policy: Policy, keep: float) -> float:
