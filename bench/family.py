@@ -117,8 +117,10 @@ FURTHER: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = (
     (400_000, (0, 1), (NFT_GENTLY[0], AWM)),
     (50_000, SEEDS, (APART,)),
     (400_000, (0,), (NFT_GENTLY[1],)),
+    (66_667, SEEDS, ("tree_fast",)),
+    (50_000, SEEDS, ("tree_fast",)),
 )
-"""Runs that no search chose: a preset as it stands, what becomes of forward-process losses in long runs, and
+"""Runs that no search chose: presets as they stand, what becomes of forward-process losses in long runs, and
 `tree_fast` without what it is built on."""
 
 
