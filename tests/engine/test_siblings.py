@@ -151,16 +151,16 @@ def test_each_depths_gradient_is_that_of_the_expected_reward_where_its_step_move
     what the engine hands its optimizer; and with less variance than independent siblings.
     """
     balanced, independent = (World.of(k, 2, how) for how in ("balanced", "independent"))
-    found, other = (world.estimates(3000, 0) for world in (balanced, independent))
+    found, other = (world.estimates(2000, 0) for world in (balanced, independent))
     relative = [(f.var(0) / f.mean(0) ** 2).tolist() for f in (found, other)]
     for depth in range(2):
-        truth = balanced.differences(100_000, depth)
-        error = float(found[:, depth].std()) / 3000**0.5
+        truth = balanced.differences(40_000, depth)
+        error = float(found[:, depth].std()) / 2000**0.5
         assert float(found[:, depth].mean()) == pytest.approx(truth, abs=4 * error)
         assert abs(truth) > 10 * error, "the test tells a factor of one from others"
         # With independent siblings the prompt's mean is no baseline of theirs, and takes a part of the gradient away.
         share = 1 - (1 / k**2 if depth else 1 / k)
-        spread = float(other[:, depth].std()) / 3000**0.5
+        spread = float(other[:, depth].std()) / 2000**0.5
         assert float(other[:, depth].mean()) == pytest.approx(share * truth, abs=4 * spread)
     assert relative[0][0] < 0.8 * relative[1][0]
 

@@ -405,21 +405,21 @@ def test_the_default_run_raises_the_score_of_captions_it_does_not_train_on(tmp_p
     standard error.
     """
     quiet = ["log.trackers=[]", "log.record_every=0", f"log.dir={tmp_path}"]
-    rate = f"train.learning_rate={faster * load_config('tree').train.learning_rate}"
-    run = train(load_config("tree", [*quiet, f"train.epochs={epochs}", rate, "eval.num_prompts=128"]))
+    rate = f"train.learning_rate={faster * load_config().train.learning_rate}"
+    run = train(load_config(overrides=[*quiet, f"train.epochs={epochs}", rate, "eval.num_prompts=128"]))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_after"] - summary["eval_before"] > 0.08
 
 
 def test_training_never_sees_a_held_out_caption():
-    _, (training, held_out) = load_inputs(load_config("tree", []))
+    _, (training, held_out) = load_inputs(load_config())
     assert not set(training.texts) & set(held_out.texts)
     assert set(held_out.texts) == set(split()[1])
 
 
 def test_prompts_of_ones_own_are_also_what_is_evaluated(tmp_path: Path):
     (tmp_path / "own.txt").write_text("\n".join(split()[1][:2]))
-    _, (training, held_out) = load_inputs(load_config("tree", [f"prompts.path={tmp_path / 'own.txt'}"]))
+    _, (training, held_out) = load_inputs(load_config(overrides=[f"prompts.path={tmp_path / 'own.txt'}"]))
     assert training.texts == held_out.texts == list(split()[1][:2])
 
 
